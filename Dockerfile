@@ -42,6 +42,7 @@ RUN install --directory --owner 1000 --group 0 --mode 775 /cache /state
 COPY --from=build /opt/gptserve /opt/gptserve
 ENV PATH=/opt/gptserve/bin:$PATH \
     HF_HOME=/cache \
+    XDG_CACHE_HOME=/cache \
     GPTSERVE_HOST=0.0.0.0
 # /state is for --state-dir. Volumes can be written even where the container's own files cannot.
 VOLUME ["/cache", "/state"]

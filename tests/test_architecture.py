@@ -87,6 +87,8 @@ WITH_TORCH = {
     "gptserve.engine.staging",
     "gptserve.llm",
     "gptserve.weights.checkpoint",
+    "gptserve.weights.gguf.blocks",
+    "gptserve.weights.gguf.tensors",
     "gptserve.weights.huge_pages",
     "gptserve.weights.loading_threads",
     "gptserve.weights.pinned_ring",
@@ -209,6 +211,7 @@ def test_only_the_command_line_reads_settings_from_the_environment() -> None:
     of_processes = {
         "engine/child.py",  # how torch's threads wait
         "weights/confinement.py",  # where libraries lie
+        "weights/gguf/folder.py",  # the cache, as huggingface_hub finds its own
         "weights/workers.py",  # which part of it a worker gets
     }
     assert readers == {"server/cli/main.py", *of_processes}

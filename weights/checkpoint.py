@@ -19,6 +19,9 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError
 from gptserve.weights.families import find_family, read_raw_config
 from gptserve.weights.families.family import Shape, Source
+from gptserve.weights.gguf.block_sizes import BLOCKS
+from gptserve.weights.gguf.folder import SUFFIX as GGUF_SUFFIX
+from gptserve.weights.gguf.tensors import read_tensor
 from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.parts import Part, find_parts
@@ -151,6 +154,9 @@ class Checkpoint:
         """Return the stored tensors of a part, or one entry of each, by the endings of their names."""
         tensors: dict[str, Tensor] = {}
         for ending, stored in self._parts[part].tensors.items():
+            if stored.dtype in BLOCKS and stored.path.suffix.lower() == GGUF_SUFFIX:
+                tensors[ending] = read_tensor(stored)
+                continue
             # Opened for this tensor alone and unmapped with its values: pages never add up to whole files.
             with opened(stored.path) as file:
                 if entry is None:
@@ -166,7 +172,9 @@ class Checkpoint:
 
 
 def _unpack(part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] of a quantized part, made in pieces of rows."""
+    """Return the weight [out, in] of a quantized part, made in pieces of rows; or a vector."""
+    if len(part.shape) == 1:
+        return part.type.unpack(part.shape, tensors, slice(0, *part.shape), dtype)
     num_out, num_in = part.shape[-2:]
     values = torch.empty(num_out, num_in, dtype=dtype)
     num_rows = max(1, PIECE_ELEMENTS // max(1, num_in) // UNPACKED_ROWS) * UNPACKED_ROWS

@@ -1,4 +1,4 @@
-"""The tensors of a folder's safetensors files: their headers, checked before anything is built of them.
+"""The tensors of a folder: the headers of its safetensors files, checked before anything is built of them.
 
 Knows no family and no stored type, and reads no values. Every fault of a file raises a WeightsError of one sentence.
 Called by checkpoint.py.
@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from safetensors import SafetensorError, safe_open
 
 from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
+from gptserve.weights.gguf.folder import tensors_of
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.source import require_safetensors
 from gptserve.weights.stored_tensor import StoredTensor
@@ -30,13 +31,15 @@ MAX_HEADER_COMMAS = 2**22  # 16 for each tensor
 def find_tensors(folder: Path, prefixes: Sequence[str]) -> dict[str, StoredTensor]:
     """Return the tensors of all files, named without the family's prefixes."""
     found: dict[str, StoredTensor] = {}
-    for path in _find_files(folder):
-        for stored in _read_header(path):
+    of_gguf = tensors_of(folder)
+    for tensors in map(_read_header, _find_files(folder)) if of_gguf is None else [of_gguf]:
+        for stored in tensors:
             prefix = next((prefix for prefix in prefixes if stored.name.startswith(prefix)), "")
             name = stored.name.removeprefix(prefix)
             if name in found:
+                others = found[name].path.name
                 raise InvalidCheckpointError(
-                    f"{path}: tensor {shown(stored.name)} must be stored once, but is in {found[name].path.name} too"
+                    f"{stored.path}: tensor {shown(stored.name)} must be stored once, but is in {others} too"
                 )
             found[name] = stored
         if len(found) > MAX_TENSORS:

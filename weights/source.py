@@ -1,4 +1,4 @@
-"""Where a model comes from: the embedded one, a folder, or a hub id fetched into the hub cache.
+"""Where a model comes from: the embedded one, a folder, a GGUF file, or a hub id fetched into the hub cache.
 
 Checks only that a model of this kind is supported, not the rest of its files. huggingface_hub reads its own settings
 (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and is imported only for a hub id. Called by the command line, the
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptserve.weights.chat.files import MORE_TEMPLATES
-from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError, shown
+from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, shown
 from gptserve.weights.families import open_config
+from gptserve.weights.gguf.folder import SUFFIX as GGUF_SUFFIX
+from gptserve.weights.gguf.folder import TENSORS_FILE, folder_of, gguf_files
+from gptserve.weights.gguf.hub import choose_file, split_tag
 from gptserve.weights.hub_cache import CONFIG_FILES, find_cached, lack_of, missing_files
 
 EMBEDDED_MODEL = "storyteller"
@@ -27,7 +30,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 T = TypeVar("T")
 
-_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ def local_model(model: str | None, revision: str | None = None) -> Path | None:
     names = _file_names(folder)
     if "config.json" in names:
         open_config(folder)
-    if names:
+    if names and TENSORS_FILE not in names:
         require_safetensors(names, str(folder))
     return folder
 
@@ -67,16 +70,20 @@ def resolve_config(model: str | None, revision: str | None = None) -> Path:
     Raises ModelNotFoundError or UnsupportedModelError.
     """
     folder = _local_folder(model, revision)
-    if folder is None:
-        return _fetch(str(model), revision, CONFIG_FILES)
-    if "config.json" not in (names := _file_names(folder)):
-        _refuse_gguf(names, str(folder))
-    return folder
+    if folder is not None:
+        return folder
+    repo_id, tag = split_tag(str(model))
+    if tag is not None:
+        return _fetch_gguf(repo_id, tag, revision)
+    folder = _fetch(repo_id, revision, CONFIG_FILES)
+    return folder if (folder / "config.json").is_file() else fetch_model(repo_id, revision)
 
 
 def model_name(model: str | None) -> str:
     """Return the name clients know the model by: the hub id, or the folder's own name."""
     folder = _as_folder(model)
+    if model is not None and folder.is_file():
+        return folder.stem
     return folder.resolve().name if model is None or folder.is_dir() else model
 
 
@@ -85,16 +92,30 @@ def _local_folder(model: str | None, revision: str | None) -> Path | None:
     if model == "":  # as a path it would be the current folder
         raise ModelNotFoundError("model must be an existing folder or a hub id, got an empty string")
     folder = _as_folder(model)
-    if folder.is_dir():
+    if folder.exists():
         if revision is not None:
             raise ModelNotFoundError(f"revision must not be given with a folder, got {shown(revision)} for {folder}")
-        return folder
-    if folder.exists():
-        _refuse_gguf([folder.name], str(folder.parent))
-        raise ModelNotFoundError(f"model must be a folder or a hub id, got the file {folder}")
+        if folder.is_dir():
+            return _folder_in(folder)
+        if folder.suffix.lower() != GGUF_SUFFIX:
+            raise ModelNotFoundError(f"model must be a folder, a GGUF file or a hub id, got the file {folder}")
+        return folder_of(folder)
     if model is None or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(f"model must be an existing folder or a hub id, got {shown(str(folder))}")
     return None
+
+
+def _folder_in(folder: Path) -> Path:
+    """Return the folder, or that of the one GGUF file in it if it has no other weights."""
+    names = _file_names(folder)
+    found = gguf_files(names)
+    if not found or any(name.endswith(".safetensors") for name in names):
+        return folder
+    if len(found) > 1:
+        raise ModelNotFoundError(
+            f"{folder} holds {len(found)} GGUF files; name one of them, such as {folder / found[0]}"
+        )
+    return folder_of(folder / found[0])
 
 
 def _as_folder(model: str | None) -> Path:
@@ -118,7 +139,6 @@ def require_safetensors(file_names: Iterable[str], where: str) -> None:
     names = sorted(file_names)
     if any(name.endswith(".safetensors") for name in names):
         return
-    _refuse_gguf(names, where)
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if not pickles:
         raise ModelNotFoundError(f"{where} holds no *.safetensors file")
@@ -126,16 +146,6 @@ def require_safetensors(file_names: Iterable[str], where: str) -> None:
         f"{where} holds its weights as pickle only ({shown(pickles[0])}), which can run any code when opened and is "
         "never read; if you trust it, download it and run: gptserve convert FOLDER TARGET"
     )
-
-
-def _refuse_gguf(names: Iterable[str], where: str) -> None:
-    """Raise UnsupportedModelError if a GGUF file is among the names."""
-    found = sorted(name for name in names if name.lower().endswith(".gguf"))
-    if found:
-        raise UnsupportedModelError(
-            f"{where} holds GGUF ({shown(found[0])}), and gptserve reads safetensors; use the original checkpoint that "
-            "the GGUF file was made from"
-        )
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -150,14 +160,26 @@ def fetch_model(repo_id: str, revision: str | None = None, download: Download | 
 
     Raises a WeightsError.
     """
+    repo_id, tag = split_tag(repo_id)
+    if tag is not None:
+        return _fetch_gguf(repo_id, tag, revision, download)
     folder = _fetch(repo_id, revision, HUB_ALLOWED, download)
     if (folder / "config.json").is_file():
         open_config(folder)
     names = [path.name for path in folder.glob("*.safetensors")]
     if not names:
-        names = _ask_hub(repo_id, revision, lambda hub: hub.list_repo_files(repo_id, revision=revision))
+        names = _list_files(repo_id, revision)
+        if gguf_files(names):
+            return _fetch_gguf(repo_id, None, revision, download)
     require_safetensors(names, f"hub model {repo_id}")
     return folder
+
+
+def _fetch_gguf(repo_id: str, tag: str | None, revision: str | None, download: Download | None = None) -> Path:
+    """Return the folder of a hub's GGUF file: of the one with this tag, or of the only one there is."""
+
+    files = choose_file(_list_files(repo_id, revision), tag, f"hub model {repo_id}")
+    return folder_of(_fetch(repo_id, revision, tuple(files), download) / files[0])
 
 
 def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...], download: Download | None = None) -> Path:
@@ -173,11 +195,36 @@ def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...], download:
             return str(hub.snapshot_download(repo_id, **options, **bars))
         except hub.errors.LocalEntryNotFoundError:
             folder = find_cached(hub, repo_id, revision)
-            if folder is None or missing_files(hub, repo_id, folder, only_config=files == CONFIG_FILES):
+            if folder is None or _lacks(hub, repo_id, folder, files):
                 raise
             return str(folder)
 
     return Path(_ask_hub(repo_id, revision, fetch, only_config=files == CONFIG_FILES))
+
+
+def _lacks(hub: Any, repo_id: str, folder: Path, files: tuple[str, ...]) -> bool:
+    """Return whether a folder of the cache lacks files that are read. Beside a GGUF file it needs no others."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF_SUFFIX}")]
+    if files[0].lower().endswith(GGUF_SUFFIX):
+        return not set(names).issuperset(files)
+    only_config = files == CONFIG_FILES
+    is_of_gguf = bool(names) and not (folder / "config.json").is_file()
+    return not is_of_gguf and bool(missing_files(hub, repo_id, folder, only_config=only_config))
+
+
+def _list_files(repo_id: str, revision: str | None) -> list[str]:
+    """Return the names of all files of a hub model; without the hub, of those of an earlier start."""
+
+    def list_files(hub: Any) -> list[str]:
+        try:
+            return list(hub.list_repo_files(repo_id, revision=revision))
+        except Exception:
+            folder = find_cached(hub, repo_id, revision)
+            if folder is None:
+                raise
+            return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+    return _ask_hub(repo_id, revision, list_files)
 
 
 def _watched_bar(bar: type[Any], download: Download) -> type[Any]:

@@ -98,7 +98,7 @@ def _build_parser() -> CommandParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("MODEL", nargs="?", help="folder or hub id of the model, as with --model")
+    serve.add_argument("MODEL", nargs="?", help="folder, GGUF file or hub id of the model, as with --model")
     add_flags(serve)
     serve.set_defaults(parser=serve, run=_serve)
 
@@ -155,7 +155,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     score.set_defaults(parser=score, run=_score)
 
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
-    inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
+    inspect.add_argument("MODEL", nargs="?", help="folder, GGUF file or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
     inspect.add_argument(
         "--memory", type=SIZE, help="memory of a rank to fit it into, such as 8GiB (default: the free memory)"

@@ -18,7 +18,7 @@ SCORE_FLAGS = ("FILE", "window", "stride", "json")
 def add_score_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gptserve score`, and those of `serve`."""
     parser.add_argument("FILE", help="UTF-8 text; - reads it from stdin")
-    parser.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
+    parser.add_argument("MODEL", nargs="?", help="folder, GGUF file or hub id (default: the embedded storyteller)")
     parser.add_argument("--window", type=COUNT, help="tokens of a window (default: the most that the model takes)")
     parser.add_argument(
         "--stride", type=COUNT, help="tokens from the start of a window to that of the next (default: half a window)"

@@ -80,7 +80,7 @@ class ServerSettings:
     engine: EngineConfig
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    model: Annotated[str | None, "folder or hub id of the model (default: the embedded storyteller)"] = None
+    model: Annotated[str | None, "folder, GGUF file or hub id of the model (default: the embedded storyteller)"] = None
     revision: Annotated[str | None, "branch, tag or commit of a hub model"] = None
     chat_template: Annotated[
         str | None,

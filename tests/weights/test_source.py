@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError
+from gptserve.weights.errors import (
+    InvalidCheckpointError,
+    ModelNotFoundError,
+    UnsafeCheckpointError,
+    UnsupportedModelError,
+)
 from gptserve.weights.source import model_name, require_safetensors, resolve_config, resolve_model
+from tests.weights.gguf.test_reader import minimal
 from tests.weights.hub import Hub, commit_of, serve_hub
 
 WANTED = {
@@ -68,7 +74,10 @@ def hub() -> Iterator[Hub]:
         "plain": {"main": PINNED},
         "someone/pickle": {"main": {"config.json": b'{"model_type": "gpt2"}', "pytorch_model.bin": b"pickle"}},
         "someone/empty": {"main": {"README.md": b"nothing else"}},
-        "someone/gguf": {"main": {"model-Q4_K_M.gguf": b"GGUF", "README.md": b"quantized"}},
+        "someone/gguf": {
+            "main": {"m-Q4_K_M.gguf": minimal(), "m-Q8_0.gguf": b"GGUF", "mmproj-F16.gguf": b"", "README.md": b"two"}
+        },
+        "someone/one": {"main": {"only.gguf": minimal()}},
         "someone/bert": {"main": {"config.json": b'{"model_type": "bert"}', "pytorch_model.bin": b"pickle"}},
         "someone/gated": {"main": PINNED},
     }
@@ -155,8 +164,9 @@ def test_fetched_model_is_there_offline_and_without_the_hub(hub: Hub, resolve: R
         pytest.param(
             "someone/gguf",
             None,
-            "UnsupportedModelError",
-            "hub model someone/gguf holds GGUF ('model-Q4_K_M.gguf')",
+            "ModelNotFoundError",
+            "hub model someone/gguf must be named with the tag of one file, as OWNER/REPO:TAG; it holds 2 GGUF files: "
+            "m-Q4_K_M.gguf, m-Q8_0.gguf",
             marks=pytest.mark.slow,
         ),
         pytest.param("someone/bert", None, "UnsupportedModelError", "bert is an encoder", marks=pytest.mark.slow),
@@ -259,12 +269,18 @@ HQQ = b'{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}'
         ({"config.json": BERT, "model.safetensors": b""}, UnsupportedModelError, "bert is an encoder"),
         ({"config.json": BERT, "pytorch_model.bin": b""}, UnsupportedModelError, "bert is an encoder"),
         ({"config.json": HQQ, "model.safetensors": b""}, UnsupportedModelError, "quantized by the method 'hqq'"),
+        ({"tiny.Q4_0.gguf": b""}, InvalidCheckpointError, r"tiny.Q4_0.gguf could not be read: it is empty"),
+        ({"config.json": GPT2, "tiny.gguf": b"GG"}, InvalidCheckpointError, r"tiny.gguf ends at byte 2"),
         (
-            {"tiny.Q4_0.gguf": b""},
-            UnsupportedModelError,
-            r"holds GGUF \('tiny.Q4_0.gguf'\), and gptserve reads safetensors",
+            {"a.gguf": b"", "b.gguf": b""},
+            ModelNotFoundError,
+            r"holds 2 GGUF files; name one of them, such as .*a\.gguf",
         ),
-        ({"config.json": GPT2, "tiny.gguf": b""}, UnsupportedModelError, r"holds GGUF .* use the original checkpoint"),
+        (
+            {"a-00001-of-00002.gguf": b""},
+            InvalidCheckpointError,
+            r"a-00001-of-00002.gguf is one of 2 parts, of which a-00002-of-00002.gguf is missing",
+        ),
         ({"config.json": GPT2, "pytorch_model.bin": b""}, UnsafeCheckpointError, "gptserve convert FOLDER TARGET"),
         ({"ckpt.pt": b""}, UnsafeCheckpointError, "gptserve convert FOLDER TARGET"),
         ({"config.json": GPT2}, ModelNotFoundError, r"holds no \*\.safetensors file"),
@@ -279,16 +295,26 @@ def test_what_cannot_be_served_is_named_before_a_tokenizer_is_missed(
         resolve_model(str(tmp_path))
 
 
-def test_a_configuration_alone_can_be_inspected_and_gguf_is_named(tmp_path: Path) -> None:
+def test_a_configuration_alone_can_be_inspected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(GPT2)
     assert resolve_config(str(tmp_path)) == tmp_path
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "tiny.gguf").touch()
-    for resolve in (resolve_config, resolve_model):
-        with pytest.raises(UnsupportedModelError, match="holds GGUF"):
-            resolve(str(tmp_path))
-        with pytest.raises(UnsupportedModelError, match=r"holds GGUF \('tiny\.gguf'\)"):
-            resolve(str(tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize("model", ["someone/gguf:Q4_K_M", "someone/gguf:q4_k_m", "someone/one"])
+def test_a_file_of_a_hub_is_fetched_alone_by_its_tag(hub: Hub, resolve: Resolve, model: str, tmp_path: Path) -> None:
+    answer = resolve(model, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    files = answer["files"]
+    assert isinstance(files, dict)
+    assert json.loads(files["config.json"])["model_type"] == "llama"
+    assert hub.files_asked_for == {"only.gguf" if model == "someone/one" else "m-Q4_K_M.gguf"}
+    hub.broken = True  # what was fetched is enough
+    assert resolve(model, XDG_CACHE_HOME=str(tmp_path / "xdg"))["files"] == files
+
+
+def test_a_tag_that_no_file_has_names_those_there_are(resolve: Resolve) -> None:
+    answer = resolve("someone/gguf:Q4_0")
+    assert answer["error"] == "ModelNotFoundError"
+    assert "as OWNER/REPO:TAG; 0 of its GGUF files fit: m-Q4_K_M.gguf, m-Q8_0.gguf" in str(answer["message"])
 
 
 def test_folder_is_itself_and_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +337,7 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(
 
 def test_file_and_folder_with_revision_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelNotFoundError, match="model must be a folder or a hub id, got the file "):
+    with pytest.raises(ModelNotFoundError, match="model must be a folder, a GGUF file or a hub id, got the file "):
         resolve_model(str(tmp_path / "model.safetensors"))
     with pytest.raises(ModelNotFoundError, match="revision must not be given with a folder, got 'main' for "):
         resolve_model(str(tmp_path), "main")

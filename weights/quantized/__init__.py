@@ -15,6 +15,7 @@ from gptserve.weights.quantized.awq import read_awq
 from gptserve.weights.quantized.bitsandbytes import read_bitsandbytes
 from gptserve.weights.quantized.compressed_tensors import read_compressed
 from gptserve.weights.quantized.fp8 import read_fp8
+from gptserve.weights.quantized.gguf import read_gguf
 from gptserve.weights.quantized.gptq import read_gptq
 from gptserve.weights.quantized.mlx import read_mlx
 from gptserve.weights.quantized.modelopt import read_modelopt
@@ -28,6 +29,7 @@ METHODS: Mapping[str, Callable[[RawConfig], tuple[StoredType, ...]]] = {
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fp8": read_fp8,
+    "gguf": read_gguf,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
     "mlx": read_mlx,

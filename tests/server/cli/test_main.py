@@ -336,7 +336,7 @@ def test_inspect_knows_the_embedded_model_by_its_name(run: Any) -> None:
     ("files", "expected"),
     [
         ({"config.json": '{"model_type": "bert"}', "model.safetensors": ""}, "bert is an encoder"),
-        ({"tiny.gguf": ""}, "holds GGUF ('tiny.gguf'), and gptserve reads safetensors"),
+        ({"tiny.gguf": ""}, "tiny.gguf could not be read: it is empty"),
         ({"config.json": '{"model_type": "gpt2"}', "pytorch_model.bin": ""}, "run: gptserve convert FOLDER TARGET"),
     ],
 )
