@@ -72,7 +72,7 @@ def read_gguf(section: RawConfig) -> tuple[Gguf, ...]:
     heads = {name: section.size(f"paired_{name}_heads", default=0) for name in ("q_proj", "k_proj")}
     offset = 1.0 if section.boolean("norms_have_one_added", default=False) else 0.0
     names = section.value("types")
-    if not isinstance(names, list) or not names or not all(name in BLOCKS for name in names):
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in BLOCKS for name in names):
         raise section.error("types", f"a list of {', '.join(BLOCKS)}")
     special = [Gguf(name, ending, num) for ending, num in heads.items() if num for name in names]
     special += [Gguf(name, "norm", offset=offset) for name in names if name in FLOATS and offset]

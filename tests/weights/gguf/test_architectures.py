@@ -16,6 +16,7 @@ from gptserve.weights.families import load_config
 from gptserve.weights.gguf.architectures import ARCHITECTURES
 from gptserve.weights.sharding import Share
 from gptserve.weights.source import resolve_model
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 from tests.weights.gguf.written import write_gguf
@@ -63,6 +64,17 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
         assert [key for key in differing if not key.endswith("norm.weight")] == []
         for key in differing:  # one was added and taken away
             assert (of_file[key] - of_copy[key]).abs().max() < 1e-6
+
+
+def test_an_engine_gives_the_tokens_of_the_checkpoint(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model-Q8_0.gguf"
+    write_model(folder, *MODELS["Llama"])
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    write_gguf(folder, path, GGMLQuantizationType.Q8_0, in_place=copy)
+    requests = [make_request(str(i), prompt, max_tokens=20) for i, prompt in enumerate(ragged_prompts(4, 60))]
+    of_file, of_copy, of_float = (run(make_engine(its), requests) for its in (resolve_model(str(path)), copy, folder))
+    assert of_file == of_copy != of_float
 
 
 def test_all_architectures_are_tried() -> None:
