@@ -36,8 +36,8 @@ test: $(venv)/developing  ## run the tests but the slow ones, or ARGS="tests/eng
 test-all: $(venv)/developing  ## run all tests that need no CUDA device, or with ARGS="--seventh 0" fewer slow ones
 	$(pytest) -m 'not gpu and not triton and not clients' $(ARGS)
 
-test-nightly:  ## run test-all, sanitize and chaos, whichever of them fail
-	@$(MAKE) --keep-going --jobs 1 ARGS= test-all sanitize chaos
+test-nightly:  ## run test-all, sanitize, chaos and mutants, whichever of them fail
+	@$(MAKE) --keep-going --jobs 1 ARGS= test-all sanitize chaos mutants
 
 sanitize: $(venv)/developing  ## run the tests of the C++ under sanitizers; needs GCC
 	tests/sanitize.sh

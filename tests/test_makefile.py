@@ -156,7 +156,7 @@ def test_all_of_the_night_runs_whatever_fails(tree: Path, failing: list[str]) ->
 
     tests = ["--numprocesses", "-m not gpu and not triton and not clients"]
     assert [line for line in called if line.startswith("pytest ") and all(part in line for part in tests)]
-    assert called[-2:] == ["sanitize", "-m bench.chaos"]
+    assert called[-3:] == ["sanitize", "-m bench.chaos", "-m tests.mutants"]
     assert succeeded is not bool(failing)
 
 

@@ -1,4 +1,4 @@
-"""Forty faults of careless edits, in all rooms, with the tests that ought to fail. __main__.py tries them."""
+"""More than forty faults of careless edits, in all rooms, with the tests that ought to fail. __main__.py tries them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ FAULTS = (
         "if newest != guess or following is None:",
         ("tests/engine/scheduling/test_scheduler.py", "tests/engine/test_scheduler_machine.py"),
         "tokens of a draft are accepted after the one that ends the sequence",
+    ),
+    Fault(
+        "length_before_stop",
+        "engine/scheduling/scheduler.py",
+        "if is_eos or token_id in params.stop_token_ids:",
+        "if (is_eos or token_id in params.stop_token_ids) and len(sequence.token_ids) < sequence.max_len:",
+        ("tests/engine/scheduling/test_scheduler.py", "tests/engine/test_scheduler_machine.py"),
+        "finish_reason is length where the last token that fits ends the text by itself",
     ),
     # engine/grammar
     Fault(
@@ -325,6 +333,30 @@ FAULTS = (
         'has_begun = text != ""',
         ("tests/server/cli/test_terminal.py", "tests/server/cli/test_main.py"),
         "the line is not ended where the last event has no text",
+    ),
+    Fault(
+        "failed_as_aborted",
+        "server/completions/run.py",
+        "unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT",
+        "unfinished = FinishReason.ABORT",
+        ("tests/server/completions", "tests/server/api"),
+        "metrics and logs say that clients went where the engine failed",
+    ),
+    Fault(
+        "prompt_tokens_of_no_prompt",
+        "server/core/metrics.py",
+        "self._prompt_tokens.observe(num_prompt_tokens)",
+        "self._prompt_tokens.observe(num_generated_tokens)",
+        ("tests/server/core/test_metrics.py", "tests/server/api/test_operations.py"),
+        "metrics say that prompts are as long as answers",
+    ),
+    Fault(
+        "rejections_of_503_uncounted",
+        "server/core/metrics.py",
+        "if status_of(told) in (429, 503):",
+        "if status_of(told) == 429:",
+        ("tests/server/core/test_metrics.py", "tests/server/api/test_operations.py"),
+        "metrics leave out completions that are refused while the server drains",
     ),
     # server/jobs
     Fault(

@@ -138,6 +138,8 @@ def test_a_completion_is_counted_and_timed(api: Api, stream: bool) -> None:
     found = samples(api)
     assert found["gptserve_request_success_total|length"] == 2
     assert found["gptserve_request_success_total|stop"] == 1
+    assert found["gptserve_request_prompt_tokens_sum"] == 3
+    assert found["gptserve_request_generation_tokens_sum"] == 2 * 3 + 2
     assert found["gptserve_time_to_first_token_seconds_count"] == 2
     assert found["gptserve_inter_token_latency_seconds_count"] == 2 * 2 + 1
     assert found["gptserve_e2e_request_latency_seconds_count"] == 2

@@ -4,9 +4,9 @@ The engine's own launches are compiled instead of run, by the compiler that Trit
 tiles and options that the engine chose. A row of the table is printed for each: shared memory, registers of a thread
 and the bytes that it spills.
 
-    python -m tests.engine.backends.gpu.compiled_kernels 90 [few]
+    python -m tests.engine.backends.gpu.compiled_kernels 90 [few] [PART ...]
 
-compiles for compute capability 9.0; with `few` one launch of each kernel.
+compiles for compute capability 9.0, all or some of PARTS; with `few` one launch of each kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import io
 import re
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -181,11 +181,13 @@ def sample(compiler: Compiler, vocab_size: int) -> None:
         sampler.choose(torch.zeros(1, vocab_size), [choice])
 
 
-def launch_all(compiler: Compiler) -> None:
-    for dtype, sizes in ((BF16, HEAD_SIZES), (FP32, HEAD_SIZES), (FP16, HEAD_SIZES[:1])):
-        for head_size in sizes:
-            for has_all in (False, True):
-                attend(compiler, dtype, head_size, has_all=has_all)
+def launch_attention(compiler: Compiler, dtype: torch.dtype, head_sizes: Sequence[int] = HEAD_SIZES) -> None:
+    for head_size in head_sizes:
+        for has_all in (False, True):
+            attend(compiler, dtype, head_size, has_all=has_all)
+
+
+def launch_operations(compiler: Compiler) -> None:
     kernels = TritonOperations()
     compiler.take(kernels)
     for dtype in (BF16, FP32, FP16):
@@ -200,21 +202,35 @@ def launch_all(compiler: Compiler) -> None:
             kernels.gate(torch.empty(2, 2 * 3000, dtype=dtype), activation, limit)
         compiler.case = str(dtype)
         mix(kernels, dtype)
+
+
+def launch_sampler(compiler: Compiler) -> None:
     for vocab_size in (128256, 50257):
         compiler.case = f"{vocab_size} tokens"
         sample(compiler, vocab_size)
 
 
-def main(capability: int, *, few: bool) -> None:
+PARTS: dict[str, Callable[[Compiler], None]] = {
+    "attention-bf16": partial(launch_attention, dtype=BF16),
+    "attention-fp32": partial(launch_attention, dtype=FP32),
+    "attention-fp16": partial(launch_attention, dtype=FP16, head_sizes=HEAD_SIZES[:1]),
+    "operations": launch_operations,
+    "sampler": launch_sampler,
+}
+
+
+def main(capability: int, parts: Sequence[str], *, few: bool) -> None:
     """Compile for this capability; fail where a launch needs more shared memory than the smallest GPU has."""
     assert not triton.knobs.runtime.interpret
     triton.knobs.nvidia.dump_ptxas_log = True
     driver.set_active(Device(capability))
     compiler = Compiler(few)
     sys.stdout.write(f"{'kernel':16} {'case':40} shared registers spilled\n")
-    launch_all(compiler)
+    for part in parts:
+        PARTS[part](compiler)
     assert not compiler.too_large, f"more than {SMALLEST_SHARED_BYTES} bytes of shared memory: {compiler.too_large}"
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), few="few" in sys.argv)
+    asked = sys.argv[2:]
+    main(int(sys.argv[1]), [name for name in asked if name != "few"] or [*PARTS], few="few" in asked)

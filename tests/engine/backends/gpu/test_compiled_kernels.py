@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 LAUNCHING = ("attention.py", "operations.py", "sampler.py")
+PARTS = {"attention-bf16": 35, "attention-fp32": 30, "attention-fp16": 8, "operations": 100, "sampler": 12}
+"""Those of compiled_kernels.py, which cannot be imported without Triton, and the least number of their launches."""
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
 
@@ -36,8 +38,10 @@ def test_a_launch_of_each_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
-def test_all_launches_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
-    rows = table(tmp_path, capability)
-    assert len(rows) > 100
+def test_all_launches_compile_for_a_gpu(capability: str, part: str, tmp_path: Path) -> None:
+    """In parts, as ptxas needs up to a minute for one."""
+    rows = table(tmp_path, capability, part)
+    assert len(rows) >= PARTS[part]
     assert any(int(shared) > 0 for *_, shared, _, _ in rows)
