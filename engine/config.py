@@ -29,7 +29,7 @@ class EngineConfig:
     speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off. enforce_eager
     turns off the CUDA graphs of decoding steps. Without overlap the host plans no step while a GPU computes another.
     batch_invariant asks for answers that do not depend on the batch; a CPU gives such answers without it. An engine
-    that cannot does not start.
+    that cannot does not start. strict_config refuses a config.json with any key that is not known.
     """
 
     model_dir: Path
@@ -53,6 +53,7 @@ class EngineConfig:
     max_queue_time_s: float | None = None
     enable_prefix_caching: bool = True
     speculative_ngram: int = 0
+    strict_config: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("device", Device), ("dtype", DType), ("attention_backend", AttentionBackendName)):

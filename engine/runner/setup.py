@@ -56,7 +56,8 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     if device.type == "cuda":
         torch.cuda.set_device(share.rank)  # which "cuda" means from here on
     set_up_device(config, device)
-    dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
+    dtype = choose_dtype(config, device)
+    whole = load_config(config.model_dir, "refuse" if config.strict_config else "warn")
     check_max_model_len(config, whole.max_position)
     check_quantization(config, whole, device)
     specs = layer_specs(share.of_config(whole), device)

@@ -164,6 +164,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     inspect.add_argument(
         "--tensor-parallel-size", type=COUNT, default=1, help="show one rank of so many (default: %(default)s)"
     )
+    inspect.add_argument("--strict-config", action="store_true", help="refuse any key of config.json that is not known")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
 
@@ -331,7 +332,8 @@ def _inspect(options: argparse.Namespace) -> int:
     from gptserve.weights.source import model_name, resolve_config
 
     folder = resolve_config(options.MODEL, options.revision)
-    config, types = load_config(folder), stored_types(read_raw_config(folder), folder)
+    config = load_config(folder, "refuse" if options.strict_config else "warn")
+    types = stored_types(read_raw_config(folder), folder)
     name, num_ranks = model_name(options.MODEL), options.tensor_parallel_size
     report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types)
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 ENGINE_HELP = {
     "device": "device to compute on",
     "dtype": "data type of weights, activations and KV cache",
+    "strict_config": "refuse a model whose config.json has any key that is not known, also one that is off",
     "quantization": "type of numbers that weights become while they load: int8 takes half of bf16's memory",
     "attention_backend": "attention kernel to use",
     "block_size": "number of tokens in a block of the KV cache",

@@ -11,7 +11,7 @@ from pathlib import Path
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 from gptserve.weights.families.bloom import BLOOM
-from gptserve.weights.families.config_keys import refuse_unread
+from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA2, GEMMA3
 from gptserve.weights.families.gpt2 import GPT2
@@ -111,11 +111,12 @@ def _model_type(raw: RawConfig) -> str:
         raise InvalidConfigError(f"{fault}; architectures is {shown(names)}") from fault
 
 
-def load_config(folder: Path) -> ModelConfig:
+def load_config(folder: Path, doubtful_keys: DoubtfulKeys = "accept") -> ModelConfig:
     """Read config.json, and the end-of-text ids of generation_config.json and of the tokenizer's eos_token, too.
 
-    Any of these ids ends a text, as in vLLM: many files name the end of a turn in one place only. Raises
-    InvalidConfigError naming file, field, rule and value, TokenizerError or UnsupportedModelError.
+    Any of these ids ends a text, as in vLLM: many files name the end of a turn in one place only.
+    `doubtful_keys` says what becomes of keys that probably change nothing (config_keys.py). Raises InvalidConfigError
+    naming file, field, rule and value, TokenizerError or UnsupportedModelError.
     """
     raw, family = open_config(folder)
     config = family.read_config(raw)
@@ -127,7 +128,7 @@ def load_config(folder: Path) -> ModelConfig:
     if tokenizer_eos_id is not None and tokenizer_eos_id < config.vocab_size:
         eos_token_ids += (tokenizer_eos_id,)
     bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
-    refuse_unread(raw, config)
+    refuse_unread(raw, config, doubtful_keys)
     return replace(
         config,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),

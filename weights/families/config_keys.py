@@ -1,17 +1,32 @@
-"""Lists the keys of config.json that do not affect inference, and refuses the unknown ones.
+"""The rule for the keys of config.json that no family reads: known to change nothing, doubtful, or refused.
 
-A family reads every key that it computes with. Wrong numbers are worse than a refusal, so a key that was not read and
-is not listed may only have a value that usually means "off". Called by `load_config` after a family has read its keys.
+A family reads every key that it computes with. A key that it did not read is known if it is listed here, if
+transformers' class has it and never reads it (harmless_keys.json), if its name is private, or if it says again what
+another key says. Wrong numbers are worse than a refusal, so any other may only have a value that means "off", or the
+default of transformers' class: it is doubtful. Called by `load_config` after a family has read its keys.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.family import RawConfig
+
+logger = logging.getLogger(__name__)
+
+DoubtfulKeys = Literal["accept", "warn", "refuse"]
+
+HARMLESS_FILE = Path(__file__).with_name("harmless_keys.json")
+"""By model_type the fields of transformers' class that it never reads, and the defaults of the others. A script writes
+it: tests/weights/families/harmless_keys.py."""
 
 NUM_SHOWN = 3
 
@@ -20,7 +35,7 @@ NAMES = frozenset(
         # what the files are and where they come from
         *("architectures", "author", "authors", "auto_map", "base_model", "citation", "created_at", "custom_pipelines"),
         *("datasets", "description", "homepage", "internal_version", "language", "library_name", "license", "model_id"),
-        *("model_name", "model_version", "name_or_path", "organization", "pipeline_tag", "tags"),
+        *("model_name", "model_type", "model_version", "name_or_path", "organization", "pipeline_tag", "tags"),
         *("transformers.js_config", "transformers_version", "url", "is_composition", "is_llama_config"),
         # the tokenizer's
         *("merges_file", "model_max_length", "padding_side", "prefix", "tokenizer_class", "tokenizer_file"),
@@ -58,6 +73,18 @@ NAMES = frozenset(
 PATTERN = re.compile(r".*_token_ids?|.*dropout.*|.*pdrop|.*layerdrop|summary_.*|unsloth_.*")
 """Ids of special tokens, settings of training and classification, and notes of other libraries."""
 
+OFF_NAMES = frozenset(
+    (
+        *("add_cross_attention", "cross_attention_hidden_size", "decoder_start_token_id", "is_encoder_decoder"),
+        *("pruned_heads", "tf_legacy_loss", "tie_encoder_decoder"),
+        # choices that remote code or another family has
+        *("attn_uses_sequence_id", "full_attn_mod", "interpolate_factor", "learned_embeddings", "lm_head_bias"),
+        *("mlp_bias", "qk_layernorm", "rope_interleaved", "rope_scaling", "sliding_window"),
+        *("use_bidirectional_attention", "use_mrope", "use_sliding_window"),
+    )
+)
+"""Choices that files name to say that a model has not made them: such a key is known as long as it is off."""
+
 PRIVATE_CHOICES = ("_remove_final_layer_norm", "_sliding_window_pattern")
 """The names with a leading underscore that some family computes with. Any other such name is a note of a library, such
 as `_name_or_path` and `_attn_implementation`."""
@@ -94,42 +121,74 @@ SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
 """Sizes that a file gives again under the name of another family: they must be equal."""
 
 
-def refuse_unread(raw: RawConfig, config: ModelConfig) -> None:
-    """Raise UnsupportedModelError, naming the keys, if one that was not read may change the results."""
+def refuse_unread(raw: RawConfig, config: ModelConfig, doubtful: DoubtfulKeys = "accept") -> None:
+    """Raise UnsupportedModelError, naming the keys, if one that was not read may change the results.
+
+    `doubtful` says what becomes of keys that probably do not: they are off, or as in transformers by default.
+    """
     unread = raw.unread()
-    unknown = [
-        f"`{name}` to {shown(value)}"
-        for name, value in unread.items()
-        if not (_changes_nothing(name.rpartition(": ")[2], value, config) or _is_duplicate(name, value, raw, unread))
-    ]
-    if unknown:
-        more = ", ..." if len(unknown) > NUM_SHOWN else ""
+    unknown = {name: value for name, value in unread.items() if not _is_known(name, value, raw, config, unread)}
+    refused = {name: value for name, value in unknown.items() if doubtful == "refuse" or not _is_off(name, value, raw)}
+    if refused:
         raise UnsupportedModelError(
-            f"config.json sets {', '.join(unknown[:NUM_SHOWN])}{more}, which gptserve does not know and which may "
+            f"config.json sets {_listed(refused)}, which gptserve does not know and which may "
             "change what is computed; remove it from the file if you know that it changes nothing"
+        )
+    if unknown and doubtful == "warn":
+        logger.warning(
+            "config.json sets %s, which gptserve does not know; it goes on, as such a value usually changes nothing",
+            _listed(unknown),
         )
 
 
-def _changes_nothing(name: str, value: object, config: ModelConfig) -> bool:
+def _listed(fields: Mapping[str, object]) -> str:
+    texts = [f"`{name}` to {shown(value)}" for name, value in fields.items()]
+    return ", ".join(texts[:NUM_SHOWN]) + (", ..." if len(texts) > NUM_SHOWN else "")
+
+
+def _is_known(full_name: str, value: object, raw: RawConfig, config: ModelConfig, unread: Mapping[str, object]) -> bool:
+    """Return whether the key surely changes nothing: by its name, or because another that was read says the same."""
+    name = full_name.rpartition(": ")[2]
     return (
-        _is_neutral(value)
-        or name in NAMES
+        name in NAMES
         or PATTERN.fullmatch(name) is not None
         or (name.startswith("_") and name not in PRIVATE_CHOICES)
-        or (name in SIZES and value == SIZES[name](config))
+        or (name in OFF_NAMES and is_neutral(value))
+        or name in _of_class(full_name, raw).get("unread", ())
+        or (name in SIZES and value in (None, SIZES[name](config)))
         or (
             name == "layer_types"
             and value == ["full_attention"] * config.num_layers
             and all(layer.window is None for layer in config.layers)
         )
+        or (name in DUPLICATES and DUPLICATES[name] not in unread and value == raw.value(DUPLICATES[name]))
     )
 
 
-def _is_duplicate(name: str, value: object, raw: RawConfig, unread: Mapping[str, object]) -> bool:
-    """Return whether another key, which was read, has the same meaning and value."""
-    return name in DUPLICATES and DUPLICATES[name] not in unread and value == raw.value(DUPLICATES[name])
+def _is_off(full_name: str, value: object, raw: RawConfig) -> bool:
+    """Return whether the value usually means "off", or is what transformers takes where the key is absent."""
+    defaults = _of_class(full_name, raw).get("defaults", {})
+    name = full_name.rpartition(": ")[2]
+    return is_neutral(value) or (name in defaults and _same(value, defaults[name]))
 
 
-def _is_neutral(value: object) -> bool:
+def _of_class(full_name: str, raw: RawConfig) -> Mapping[str, Any]:
+    """Return what is known of transformers' class for the object that holds the key; nothing of a section's."""
+    section = full_name.rpartition(": ")[0]
+    return harmless_keys().get(raw.text("model_type"), {}) if section in ("", "text_config") else {}
+
+
+@cache
+def harmless_keys() -> dict[str, Any]:
+    """Return HARMLESS_FILE."""
+    keys: dict[str, Any] = json.loads(HARMLESS_FILE.read_text(encoding="utf-8"))
+    return keys
+
+
+def _same(value: object, default: object) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def is_neutral(value: object) -> bool:
     """Return whether a value usually means "off". A factor of 1 does; true does not."""
     return value is None or value is False or value in ("", [], {}) or (value in (0, 1) and value is not True)

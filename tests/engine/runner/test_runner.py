@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.runner import hardware, runner
 from gptserve.engine.runner.kv_cache import cache_memory_bytes
 from gptserve.engine.runner.memory import kv_bytes_per_token
+from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
 from tests.engine.backends.cpu import onednn
@@ -100,6 +102,21 @@ def test_a_context_that_does_not_fit_is_shortened_and_served_to_its_end(
 def test_cuda_is_refused_where_there_is_none(tiny_gpt2: Path) -> None:
     with pytest.raises(InvalidConfigurationError, match="device is 'cuda', but torch sees no CUDA device"):
         make_engine(tiny_gpt2, device="cuda")
+
+
+def test_a_doubtful_key_is_warned_of_or_refused_if_strict(
+    tiny_gpt2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(tiny_gpt2, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    info(tmp_path, strict_config=True)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"residual_multiplier": 1.0}))
+
+    info(tmp_path)
+
+    assert [text for text in caplog.messages if "sets `residual_multiplier` to 1.0" in text]
+    with pytest.raises(UnsupportedModelError, match=r"sets `residual_multiplier` to 1\.0, which"):
+        make_engine(tmp_path, strict_config=True)
 
 
 def test_the_context_may_be_shortened(tiny_gpt2: Path) -> None:

@@ -332,6 +332,16 @@ def test_inspect_knows_the_embedded_model_by_its_name(run: Any) -> None:
     assert run("inspect", "storyteller", "--memory", "1GiB") == run("inspect", "--memory", "1GiB")
 
 
+def test_inspect_refuses_a_doubtful_key_if_strict(run: Any, tmp_path: Path) -> None:
+    raw = {"model_type": "nanogpt", "n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"residual_multiplier": 1}))
+
+    assert run("inspect", str(tmp_path), "--memory", "1GiB")[0] == 0
+    status, _, errors = run("inspect", str(tmp_path), "--memory", "1GiB", "--strict-config")
+    assert status == 1
+    assert "sets `residual_multiplier` to 1, which gptserve does not know" in errors
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

@@ -83,6 +83,7 @@ WRITTEN = {
     "overlap": "false",
     "batch-invariant": "true",
     "num-threads": "1",
+    "strict-config": "true",
 }
 """Every option but --config with a value that is not its default."""
 
@@ -97,6 +98,7 @@ SWITCHES = {
     "enforce-eager": "--enforce-eager",
     "overlap": "--no-overlap",
     "batch-invariant": "--batch-invariant",
+    "strict-config": "--strict-config",
 }
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},

@@ -13,10 +13,17 @@ import pytest
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import UnsupportedModelError
-from gptserve.weights.families import FAMILIES, load_config
-from gptserve.weights.families.config_keys import NAMES, PATTERN, PRIVATE_CHOICES, SIZES
+from gptserve.weights.families import FAMILIES, config_keys, load_config
+from gptserve.weights.families.config_keys import (
+    NAMES,
+    PATTERN,
+    PRIVATE_CHOICES,
+    SIZES,
+    DoubtfulKeys,
+)
 from gptserve.weights.families.family import RawConfig
 from tests.parity.shapes import SHAPES
+from tests.weights.families.harmless_keys import of_family
 from tests.weights.families.known import KNOWN
 
 OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"nanogpt"})
@@ -135,9 +142,9 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def load(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+def load(folder: Path, raw: dict[str, Any], doubtful_keys: DoubtfulKeys = "accept") -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw))
-    return load_config(folder)
+    return load_config(folder, doubtful_keys)
 
 
 def default_config(model_type: str, *, use_diff: bool = False) -> dict[str, Any]:
@@ -151,7 +158,7 @@ def default_config(model_type: str, *, use_diff: bool = False) -> dict[str, Any]
 @pytest.mark.parametrize("use_diff", [True, False])
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
 def test_what_transformers_writes_is_accepted(model_type: str, use_diff: bool, tmp_path: Path) -> None:
-    load(tmp_path, default_config(model_type, use_diff=use_diff))
+    load(tmp_path, default_config(model_type, use_diff=use_diff), "refuse")
 
 
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
@@ -211,7 +218,7 @@ def test_what_transformers_makes_of_a_gguf_file_is_accepted(model_type: str, tmp
 @pytest.mark.parametrize("name", EXTRAS)
 def test_what_is_found_on_the_hub_is_accepted(name: str, tmp_path: Path) -> None:
     raw, extra = EXTRAS[name]
-    load(tmp_path, raw | extra)
+    load(tmp_path, raw | extra, "refuse")
 
 
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
@@ -250,8 +257,48 @@ def test_an_unknown_key_is_refused_by_name_with_its_value(model_type: str, tmp_p
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 1, 0.0, 1.0, "", [], {}])
-def test_an_unknown_key_that_is_off_is_accepted(value: object, tmp_path: Path) -> None:
-    load(tmp_path, LLAMA | {"residual_multiplier": value})
+def test_an_unknown_key_that_is_off_is_accepted_with_a_warning(
+    value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = LLAMA | {"residual_multiplier": value}
+    load(tmp_path, raw)
+    assert not caplog.records
+    load(tmp_path, raw, "warn")
+    (warning,) = caplog.messages
+    assert warning.startswith(f"config.json sets `residual_multiplier` to {value!r}, which gptserve does not know;")
+    with pytest.raises(UnsupportedModelError, match="sets `residual_multiplier` to "):
+        load(tmp_path, raw, "refuse")
+
+
+def test_a_key_that_has_the_default_of_transformers_class_is_accepted_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"llama": {"unread": ["spare"], "defaults": {"depth": 3, "is_deep": True}}}
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    monkeypatch.setattr(config_keys, "HARMLESS_FILE", tmp_path / "keys.json")
+    config_keys.harmless_keys.cache_clear()
+    try:
+        load(tmp_path, LLAMA | {"depth": 3, "is_deep": True, "spare": 7}, "warn")
+        assert caplog.messages[0].startswith("config.json sets `depth` to 3, `is_deep` to True, which")
+        load(tmp_path, LLAMA | {"spare": 7}, "refuse")
+        for changed in ({"depth": 4}, {"depth": True}, {"rope_scaling": {"rope_type": "default", "depth": 3}}):
+            with pytest.raises(UnsupportedModelError, match=r"`(rope_scaling: )?depth` to "):
+                load(tmp_path, LLAMA | changed)
+        with pytest.raises(UnsupportedModelError, match="`spare` to 7"):
+            load(tmp_path, QWEN | {"spare": 7})
+    finally:
+        config_keys.harmless_keys.cache_clear()
+
+
+def test_the_first_of_many_doubtful_keys_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(tmp_path, LLAMA | {f"a{i}": 0 for i in range(1, 6)}, "warn")
+    assert "sets `a1` to 0, `a2` to 0, `a3` to 0, ..., which" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
+def test_the_list_of_harmless_keys_is_that_of_the_pinned_transformers(model_type: str) -> None:
+    """Else run `python -m tests.weights.families.harmless_keys`."""
+    assert config_keys.harmless_keys().get(model_type) == of_family(model_type)
 
 
 def test_an_unknown_key_in_a_section_is_refused_by_name(tmp_path: Path) -> None:
