@@ -257,6 +257,17 @@ def test_modules_that_are_not_converted_stay_as_they_are(tmp_path: Path) -> None
     assert all_equal(stream(tmp_path / "quantized"), stream(plain))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_and_a_head_may_be_quantized(tied: bool, tmp_path: Path) -> None:
+    """As MLX has them."""
+    form = FORMATS["mlx"]
+    write_model(tmp_path / "quantized", "llama", {**LLAMA, "tie_word_embeddings": tied})
+    plain = write_quantized(tmp_path / "quantized", form.section, lambda module: form.packer)
+    found = stream(tmp_path / "quantized")
+    assert ("head.weight" in found) == (not tied)
+    assert all_equal(found, stream(plain))
+
+
 SECTIONS: dict[str, tuple[Mapping[str, Any], str]] = {
     "2 bits": (gptq(bits=2), "bits must be 4 or 8, got 2: others are not read"),
     "3 bits": (gptq(bits=3), "bits must be 4 or 8, got 3: others are not read"),
