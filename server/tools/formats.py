@@ -39,13 +39,13 @@ OWN_FORMATS: Mapping[str, ToolFormat] = {
     "seed": SEED,
     "qwen-coder": QWEN_CODER,
     "glm": GLM,
-    "lfm": LFM,
-    "olmo": OLMO,
     "pythonic": PYTHONIC,
     "llama": LLAMA,
     "mistral-v11": MISTRAL_V11,
     "mistral": MISTRAL,
     "hermes": HERMES,
+    "lfm": LFM,
+    "olmo": OLMO,
 }
 """The first that a chat template has all signs of is its format. gpt-oss has its own, `harmony.py`."""
 

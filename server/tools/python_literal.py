@@ -115,6 +115,8 @@ def _read_string(tape: Tape, emit: Emit) -> Steps[bool]:
 def _read_escape(tape: Tape) -> Steps[str]:
     """Read an escape after its backslash and return that of JSON."""
     char = yield from tape.peek()
+    if not char:
+        return ""
     tape.read()
     if char not in _HEX_ESCAPES:
         return _in_json(_ESCAPES.get(char, "\\" + char))

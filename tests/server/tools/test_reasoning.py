@@ -36,6 +36,8 @@ def test_marks_at_the_end_count_and_of_a_continued_message_the_last_ones(
         ("{{ '<think>' }}{{ message.content.split('</think>')[-1] }}", ("<think>", "</think>")),
         ("{{ '[THINK]' + part.thinking + '[/THINK]' }}", ("[THINK]", "[/THINK]")),
         ("{{ message.thinking }}", None),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|>", ("<|START_THINKING|>", "<|END_THINKING|>")),
+        ("{% set end = '</seed:think>' %}", ("<seed:think>", "</seed:think>")),
     ],
 )
 def test_the_chat_template_tells_the_marks(template: str, marks: tuple[str, str] | None) -> None:
