@@ -46,6 +46,7 @@ WITH_TORCH = {
     "gptserve.engine.backends.gpu.sampler",
     "gptserve.engine.backends.gpu.selfcheck.attention",
     "gptserve.engine.backends.gpu.selfcheck.operations",
+    "gptserve.engine.backends.gpu.selfcheck.proofs",
     "gptserve.engine.backends.gpu.selfcheck.sampler",
     "gptserve.engine.backends.gpu.token_counts",
     "gptserve.engine.backends.reference.adjustments",

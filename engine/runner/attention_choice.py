@@ -5,17 +5,15 @@ ModelRunner calls `choose_backend` before it loads weights. Backends are importe
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.device_loss import end_if_lost
 from gptserve.engine.config import AttentionBackendName, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.attention import AttentionBackend, AttentionSpec
-
-logger = logging.getLogger(__name__)
 
 
 def choose_backend(
@@ -47,7 +45,7 @@ def choose_backend(
         return found
     if name == fast:
         raise InvalidConfigurationError(f"attention_backend '{name}' cannot be used: {found}")
-    logger.warning("attention: 'reference', which is slower, is used instead of '%s': %s", fast, found)
+    warn_of_fallback("attention", "'reference', which is slower, is", f"'{fast}'", found)
     return ReferenceAttention()
 
 
@@ -77,13 +75,18 @@ def _on_gpu(
     If `exact`, the bits of a row must not depend on its step, either.
     """
     from gptserve.engine.backends.gpu.attention import TritonAttention
-    from gptserve.engine.backends.gpu.selfcheck.attention import disagreement
+    from gptserve.engine.backends.gpu.selfcheck.attention import disagreement, shapes_of
+    from gptserve.engine.backends.gpu.selfcheck.proofs import proofs_of
 
     if not TritonAttention.is_available():
         return "Triton is not installed"
     try:
         backend = TritonAttention(exact=exact)
-        found = disagreement(backend, specs, device, dtype, block_size, max_model_len, exact=exact)
+        found = proofs_of(device).disagreement(
+            "attention",
+            (shapes_of(specs), dtype, block_size, max_model_len, exact),
+            lambda: disagreement(backend, specs, device, dtype, block_size, max_model_len, exact=exact),
+        )
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: the reference needs none
         end_if_lost("attention's Triton kernel", error, "attention_backend 'reference'")
         return f"it failed with {type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.recorded_steps import batch_sizes
 from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
@@ -134,8 +135,9 @@ def _on_gpu(
     found = {shape: why for shape in sorted(shapes) if (why := difference(shape)) is not None}
     if not found:
         return Products(are_invariant=True)
-    text = "linear: calls of %d rows, which are slower, are used instead of larger for %d of %d shapes: %s"
-    logger.warning(text, CALL_ROWS, len(found), len(shapes), next(iter(found.values())))
+    instead_of = f"larger for {len(found)} of {len(shapes)} shapes"
+    used = f"calls of {CALL_ROWS} rows, which are slower, are"
+    warn_of_fallback("linear", used, instead_of, next(iter(found.values())))
     if (why := next(filter(None, (difference(shape, CALL_ROWS) for shape in found)), None)) is not None:
         return why
     return Products(are_invariant=True, call_rows=dict.fromkeys(found, CALL_ROWS))

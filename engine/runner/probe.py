@@ -5,9 +5,9 @@ Engine calls it. The steps are made without the scheduler.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.device_loss import end_if_lost
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
@@ -17,8 +17,6 @@ from gptserve.engine.runner.runner import Collect, ModelRunner
 from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.sampling.choice import SamplingPosition, SamplingState
 from gptserve.engine.scheduling.block_pool import BlockPool
-
-logger = logging.getLogger(__name__)
 
 NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
 NOT_DECODING = f"the model cannot decode: {NOT_FINITE}"
@@ -49,9 +47,7 @@ def may_overlap(config: EngineConfig, runner: ModelRunner) -> bool:
         return False
     obstacle = _obstacle(runner)
     if obstacle is not None:
-        logger.warning(
-            "steps: one after the other, which is slower, are used instead of overlapping ones: %s", obstacle
-        )
+        warn_of_fallback("steps", "one after the other, which is slower, are", "overlapping ones", obstacle)
     return obstacle is None
 
 

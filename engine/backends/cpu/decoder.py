@@ -24,6 +24,7 @@ from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, Cache
 from gptserve.engine.model.layers import Block
@@ -55,7 +56,7 @@ def native_decoder(
     """
     obstacle = _obstacle(config, parts, backend)
     if parts.group is not None and obstacle is None:
-        logger.warning("decoder: 'torch', which is slower, runs a step instead of 'program': a program has no ranks")
+        warn_of_fallback("decoder", "'torch', which is slower, is", "'program'", "a program has no ranks")
         return None
     if obstacle is not None:
         logger.debug("decoder: torch runs the operations of a step, not a program: %s", obstacle)

@@ -10,7 +10,6 @@ step_memory.py makes the graphs, ModelRunner asks them for logits and tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.recorded_steps import (
     Capture,
     RecordedStep,
@@ -37,8 +37,6 @@ from gptserve.engine.model.group import OtherRanks
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.sampling.choice import Choice
 from gptserve.weights.config import ModelConfig
-
-logger = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
@@ -173,5 +171,5 @@ def capture_decoding(
             found = failure(error)
     if found is None:
         return graphs
-    logger.warning("decoding: kernels started one by one, which is slower, are used instead of CUDA graphs: %s", found)
+    warn_of_fallback("decoding", "kernels started one by one, which is slower, are", "CUDA graphs", found)
     return None

@@ -12,6 +12,8 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.gpu import attention as triton_paged
 from gptserve.engine.backends.gpu.selfcheck import attention as attention_check
+from gptserve.engine.backends.gpu.selfcheck import proofs as proofs_module
+from gptserve.engine.backends.gpu.selfcheck.proofs import NO_PROOFS, Proofs
 from gptserve.engine.config import AttentionBackendName, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.attention import AttentionBackend, AttentionSpec
@@ -114,8 +116,25 @@ def test_on_a_gpu_a_kernel_that_agrees_is_taken_without_a_word(
     assert not caplog.records
 
 
+def test_on_a_gpu_a_kernel_is_compared_until_it_is_proved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found(difference: str | None, dtype: torch.dtype = torch.bfloat16, head_size: int = 64, **options: Any) -> str:
+        put_triton(monkeypatch, is_installed=True, difference=difference, proofs=Proofs(tmp_path))
+        return choose("auto", CUDA, dtype, head_size, **options).name
+
+    assert found("it differs") == "reference"
+    assert found(None) == "triton"
+    assert found("it differs") == "triton"
+    assert found("it differs", dtype=torch.float16) == "reference"
+    assert found("it differs", head_size=128) == "reference"
+    assert found("it differs", batch_invariant=True) == "reference"
+
+
 def put_triton(
-    monkeypatch: pytest.MonkeyPatch, is_installed: bool, error: Exception | None = None, difference: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    is_installed: bool,
+    error: Exception | None = None,
+    difference: str | None = None,
+    proofs: Proofs = NO_PROOFS,
 ) -> None:
     """Replace the kernels and their comparison, neither of which runs without a GPU."""
 
@@ -137,3 +156,4 @@ def put_triton(
 
     monkeypatch.setattr(triton_paged, "TritonAttention", FakeTriton)
     monkeypatch.setattr(attention_check, "disagreement", compare)
+    monkeypatch.setattr(proofs_module, "proofs_of", lambda device: proofs)

@@ -1,7 +1,7 @@
 """A backend compared with the reference on the layers of a model, before the model is served with it.
 
 choice.py calls it for a backend that is compiled on the spot, by a compiler and for a device that no test has seen. The
-comparison also compiles what steps need later.
+comparison also compiles what steps need later; where it is proved, they find that in Triton's cache.
 """
 
 from __future__ import annotations
@@ -57,6 +57,22 @@ def disagreement(
             if found := _disagreement_in(query_lens, kv_lens, backend, spec, device, dtype, block_size, exact=exact):
                 return f"{found} for {name} with a window of {spec.window}"
     return None
+
+
+def shapes_of(specs: Sequence[AttentionSpec]) -> list[str]:
+    """Return what the comparison depends on of these layers: all but the numbers of their sinks."""
+    return sorted(
+        {
+            repr(replace(spec, alibi_slopes=None, sinks=None))
+            + f"{_numbers(spec.alibi_slopes)} {spec.sinks is not None}"
+            for spec in specs
+        }
+    )
+
+
+def _numbers(slopes: Tensor | None) -> list[float] | None:
+    numbers: list[float] | None = None if slopes is None else slopes.tolist()
+    return numbers
 
 
 def _disagreement_in(

@@ -7,16 +7,18 @@ for a device that no test has seen. That also compiles what steps need later. Mo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.device_loss import WITHOUT_TRITON, end_if_lost
 from gptserve.engine.backends.gpu.operations import TritonOperations
+from gptserve.engine.backends.gpu.selfcheck.proofs import NO_PROOFS, Proofs, proofs_of
 from gptserve.engine.model.layers import take_feed_forward
 from gptserve.engine.model.loading import StreamedTensors, take_norm
 from gptserve.engine.model.norm import Norm
@@ -27,8 +29,6 @@ from gptserve.weights.quantized.mxfp4 import MXFP4, held_shapes, unpack
 from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.stored_tensor import Shape
 
-logger = logging.getLogger(__name__)
-
 _ROWS = (2, 150)
 """A decoding step, and a prompt of which an expert has several tiles."""
 _IDLE_EXPERTS = 3
@@ -38,9 +38,9 @@ _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1.2e-2}
 
 _CODE_SIZE = 4
 """About the root mean square of random 4-bit numbers times random powers of two from 1/2 to 2."""
-_INSTEAD = {"mxfp4_experts": "unpacked weights, which take more memory, are used"}
+_INSTEAD = {"mxfp4_experts": "unpacked weights, which take more memory, are"}
 """By the name of a kernel; of all others torch's operation is used."""
-_SLOWER = "torch, which is slower, is used"
+_SLOWER = "torch, which is slower, is"
 
 Compute = Callable[[Operations], Tensor]
 
@@ -52,19 +52,26 @@ def choose_operations(
 
     `stored_types` are those of its weights in the files.
     """
-    return TORCH if device.type != "cuda" else agreeing_kernels(model, device, dtype, stored_types)
+    return TORCH if device.type != "cuda" else agreeing_kernels(model, device, dtype, stored_types, proofs_of(device))
 
 
 def agreeing_kernels(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, stored_types: Collection[StoredType] = ()
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored_types: Collection[StoredType] = (),
+    proofs: Proofs = NO_PROOFS,
 ) -> Operations:
-    """Return the kernels that compute this model as torch does; with a warning, torch's operations for others."""
+    """Return the kernels that compute this model as torch does; with a warning, torch's operations for others.
+
+    Those that are proved to do so are not compared again.
+    """
     chosen = TORCH
     for name, compute in _computations(model, device, dtype, MXFP4 in stored_types):
         try:
             kernels = TritonOperations()
             kernel = getattr(kernels.operations(), name)
-            found = _disagreement(compute(replace(TORCH, **{name: kernel})), compute(TORCH))
+            found = proofs.disagreement(name, (model, dtype), partial(_compare, compute, name, kernel))
             if name == "mxfp4_experts" and chosen.experts is None:
                 found = "torch multiplies with the experts"
         except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
@@ -73,8 +80,13 @@ def agreeing_kernels(
         if found is None:
             chosen = replace(chosen, **{name: kernel}, build=f"{chosen.build or kernels.build} {name}")
         else:
-            logger.warning("%s: %s instead of a Triton kernel: %s", name, _INSTEAD.get(name, _SLOWER), found)
+            warn_of_fallback(name, _INSTEAD.get(name, _SLOWER), "a Triton kernel", found)
     return chosen
+
+
+def _compare(compute: Compute, name: str, kernel: object) -> str | None:
+    """Return how an operation of this name differs from torch's, or None."""
+    return _disagreement(compute(replace(TORCH, **{name: kernel})), compute(TORCH))  # type: ignore[arg-type]
 
 
 def _disagreement(out: Tensor, expected: Tensor) -> str | None:

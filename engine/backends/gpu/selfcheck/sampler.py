@@ -6,21 +6,21 @@ for a device that no test has seen. That also compiles what steps need later. Mo
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.device_loss import WITHOUT_TRITON, end_if_lost
 from gptserve.engine.backends.gpu.sampler import KINDS, Kind, TritonSampler, kind_of
+from gptserve.engine.backends.gpu.selfcheck.proofs import NO_PROOFS, Proofs, proofs_of
 from gptserve.engine.backends.reference.draw import choose_by_torch
 from gptserve.engine.sampling.adjustments import Adjustment
 from gptserve.engine.sampling.choice import Choice
 from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
-
-logger = logging.getLogger(__name__)
 
 NUM_PROBES = 12
 _SPREAD = 20.0
@@ -36,21 +36,24 @@ def choose_sampler(vocab_size: int, max_rows: int, device: torch.device) -> Trit
     """Return the sampler of a GPU; None on a CPU, and with a warning where kernels fail, differ or are missing."""
     if device.type != "cuda":
         return None
-    return agreeing_sampler(lambda: TritonSampler(vocab_size, max_rows, device), vocab_size, device)
+    make = partial(TritonSampler, vocab_size, max_rows, device)
+    return agreeing_sampler(make, vocab_size, device, proofs_of(device))
 
 
-def agreeing_sampler(make: Callable[[], TritonSampler], vocab_size: int, device: torch.device) -> TritonSampler | None:
+def agreeing_sampler(
+    make: Callable[[], TritonSampler], vocab_size: int, device: torch.device, proofs: Proofs = NO_PROOFS
+) -> TritonSampler | None:
     """Return the sampler if it chooses the tokens that torch does. It has room for NUM_PROBES rows."""
     try:
         sampler = make()
-        found = disagreement(sampler, vocab_size, device)
+        found = proofs.disagreement("sampling", (vocab_size,), lambda: disagreement(sampler, vocab_size, device))
         sampler.counts.release()  # or its memory would count as that of weights when steps are measured
         if found is None:
             return sampler
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
         end_if_lost("a Triton kernel of sampling", error, WITHOUT_TRITON)
         found = f"they failed with {type(error).__name__}: {error}"
-    logger.warning("sampling: torch, which is slower, is used instead of Triton kernels: %s", found)
+    warn_of_fallback("sampling", "torch, which is slower, is", "Triton kernels", found)
     return None
 
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from gptserve.engine.backends.gpu.operations import TritonOperations
 from gptserve.engine.backends.gpu.selfcheck import operations as operations_choice
 from gptserve.engine.backends.gpu.selfcheck.operations import agreeing_kernels, choose_operations
+from gptserve.engine.backends.gpu.selfcheck.proofs import Proofs
 from gptserve.engine.backends.reference.attention import ReferenceAttention
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import Routing, stack
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.norm import Norm, normalize_by_torch
-from gptserve.engine.model.operations import TORCH
+from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import Rotation, rotary_table, rotate_
 from gptserve.engine.runner import setup
 from gptserve.weights.config import Activation, Experts, ModelConfig, Rotary
@@ -436,6 +437,24 @@ def test_kernels_that_agree_are_taken_without_a_word(
     found = agreeing_kernels(load_config(folder), CPU, torch.float32)
     assert all(getattr(found, name) != getattr(TORCH, name) for name in NAMES)
     assert not caplog.records
+
+
+def test_kernels_that_are_proved_are_not_compared_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, proofs = load_config(folder), Proofs(tmp_path / "proofs")
+
+    def choose(dtype: torch.dtype, **changes: Any) -> Operations:
+        return agreeing_kernels(replace(config, **changes), CPU, dtype, proofs=proofs)
+
+    monkeypatch.setattr(operations_choice, "TritonOperations", Kernels)
+    first = choose(torch.float32)
+    monkeypatch.setattr(operations_choice, "TritonOperations", type("", (Kernels,), {"wrong": "gate"}))
+    assert choose(torch.float32).build == first.build
+    assert not caplog.records
+    assert choose(torch.bfloat16).gate == TORCH.gate
+    assert choose(torch.float32, norm_eps=0.5).gate == TORCH.gate
+    assert len(caplog.records) == 2
 
 
 def test_experts_are_taken_one_by_one_in_the_order_in_which_they_come() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from gptserve.engine import staging
 from gptserve.engine.backends.gpu.sampler import TritonSampler
+from gptserve.engine.backends.gpu.selfcheck.proofs import Proofs
 from gptserve.engine.backends.gpu.selfcheck.sampler import NUM_PROBES, agreeing_sampler, choose_sampler
 from gptserve.engine.backends.gpu.token_counts import DeviceCounts
 from gptserve.engine.backends.reference.adjustments import adjusted
@@ -151,6 +153,16 @@ def test_torch_takes_the_place_of_kernels_that_are_missing(caplog: pytest.LogCap
         "sampling: torch, which is slower, is used instead of Triton kernels: "
         "they failed with ModuleNotFoundError: No module named 'triton'"
     )
+
+
+def test_a_sampler_that_is_proved_is_not_compared_again(tmp_path: Path) -> None:
+    sampler, proofs = ByTorch(300), Proofs(tmp_path)
+    assert agreeing_sampler(lambda: sampler, 300, CPU, proofs) is sampler
+    sampler.wrong = 0
+    assert agreeing_sampler(lambda: sampler, 300, CPU, proofs) is sampler
+    other = ByTorch(301)
+    other.wrong = 0
+    assert agreeing_sampler(lambda: other, 301, CPU, proofs) is None
 
 
 @pytest.mark.parametrize("wrong", range(NUM_PROBES))
