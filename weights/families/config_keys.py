@@ -116,9 +116,10 @@ SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), lambda config: config.max_position),
     "head_dim": _of_layers(lambda layer: layer.head_size),
+    "activation": lambda config: "swiglu" if config.gated_ffn and config.activation == "silu" else None,
     "experts_per_token": _of_layers(lambda layer: layer.experts and layer.experts.num_active),
 }
-"""Sizes that a file gives again under the name of another family: they must be equal."""
+"""Sizes, and an activation, that a file gives again under the name of another family: they must be equal."""
 
 
 def refuse_unread(raw: RawConfig, config: ModelConfig, doubtful: DoubtfulKeys = "accept") -> None:

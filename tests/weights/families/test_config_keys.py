@@ -118,6 +118,7 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma 3": (KNOWN["gemma-3-1b"][0], {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
     "Gemma 2 9B and 27B": (KNOWN["gemma-2-2b"][0], {"sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"}),
     "OPT 13B": (KNOWN["opt-125m"][0], {"output_projection": True, "prefix": "</s>", "activation_dropout": 0.0}),
+    "some of Falcon 3": (LLAMA, {"activation": "swiglu"}),
     "ALLaM": (LLAMA, {"internal_version": "7b-alpha-v1.27.2.25", "_name_or_path": "x"}),
     "from GGUF": (LLAMA, {"_model_name_or_path": "Meta Llama 3 8B", "unk_token_id": 0}),
     "with texts": (
@@ -213,6 +214,11 @@ def test_what_transformers_makes_of_a_gguf_file_is_accepted(model_type: str, tmp
 
     assert json.loads((tmp_path / "config.json").read_text())["_model_name_or_path"] == "A Model"
     load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_key_of_a_published_config_is_doubtful(name: str, tmp_path: Path) -> None:
+    load(tmp_path, KNOWN[name][0], "refuse")
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -339,6 +345,8 @@ def test_a_size_under_another_name_must_be_the_same(tmp_path: Path) -> None:
         ("Llama 3 8B", "layer_types", ["full_attention"] * 31 + ["sliding_attention"], "sets `layer_types` to ["),
         ("Llama 3 8B", "_sliding_window_pattern", 6, "sets `_sliding_window_pattern` to 6"),
         ("Llama 3 8B", "_remove_final_layer_norm", True, "sets `_remove_final_layer_norm` to True"),
+        ("Llama 3 8B", "activation", "geglu", "sets `activation` to 'geglu'"),
+        ("GPT-2 124M", "activation", "swiglu", "sets `activation` to 'swiglu'"),
         ("Llama 3 8B", "norm_type", "layernorm", "sets `norm_type` to 'layernorm'"),
         ("GPT-2 124M", "feed_forward_length", 4096, "sets `feed_forward_length` to 4096"),
     ],
