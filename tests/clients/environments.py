@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "build" / "clients"
 LIMIT_S = 500  # within that of a test
 MARK = "the result is on the next line"
+OTHERS = ("OPENAI_", "ANTHROPIC_", "CLAUDE", "GPTSERVE_")
+"""The beginnings of variables that would change what a client does."""
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -89,7 +91,7 @@ class Environment:
     def run(self, command: str, *arguments: str, given: str = "", **variables: str) -> str:
         """Run a command of this environment to its end, in its folder, and return what it said on stdout."""
         program = command if self.npm else str(self.folder / "bin" / command)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "GPTSERVE_"))}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
         process = subprocess.Popen(
             [program, *arguments],
             cwd=self.folder,
