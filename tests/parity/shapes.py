@@ -15,6 +15,7 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_DEEP = {**_LLAMA, "num_hidden_layers": 4}
 _NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
 _OPT = {
@@ -156,4 +157,44 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nanochat": ("nanochat", {**_LLAMA, "final_logit_softcapping": 4.0, "pad_token_id": 0}),
     "OLMo 2": ("olmo2", {**_LLAMA, "pad_token_id": 0}),
+    "OLMo, clipped": ("olmo", {**_LLAMA, "pad_token_id": 0, "clip_qkv": 1.5}),
+    "OLMo 3, past its window": ("olmo3", {**_DEEP, "pad_token_id": 0, "sliding_window": 11}),
+    "OLMo 3, YaRN on some layers": (
+        "olmo3",
+        {
+            **_DEEP,
+            "pad_token_id": 0,
+            "sliding_window": 11,
+            "rope_parameters": {"full_attention": _ROPE_YARN, "sliding_attention": {"rope_type": "default"}},
+        },
+    ),
+    "Ministral, past its window": (
+        "ministral",
+        {**_DEEP, "head_dim": 16, "sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "Gemma": ("gemma", {**_LLAMA, "head_dim": 24, "pad_token_id": 0, "initializer_range": 0.1}),
+    "SmolLM3": ("smollm3", {**_DEEP, "pad_token_id": 0}),
+    "SmolLM3, windows where no positions are": (
+        "smollm3",
+        {**_DEEP, "pad_token_id": 0, "use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2},
+    ),
+    "EXAONE 4, past its window": ("exaone4", {**_DEEP, "sliding_window": 11}),
+    "EXAONE 4 without a window": ("exaone4", {**_LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "GLM 4": ("glm", {**_LLAMA, "head_dim": 16, "pad_token_id": 0, "eos_token_id": [1]}),
+    "GLM 4 of 2025": ("glm4", {**_LLAMA, "head_dim": 16, "pad_token_id": 0, "eos_token_id": [1]}),
+    "CWM, past its window": (
+        "cwm",
+        {**_DEEP, "head_dim": 16, "sliding_window": 11, "bos_token_id": 0, "eos_token_id": [1]},
+    ),
+    "Seed-OSS": ("seed_oss", {**_LLAMA, "head_dim": 24, "pad_token_id": 0}),
+    "Arcee": ("arcee", {**_LLAMA, "head_dim": 16, "pad_token_id": 0}),
+    "ERNIE 4.5": ("ernie4_5", {**_LLAMA, "head_dim": 24, "pad_token_id": 0}),
+    "ERNIE 4.5 with biases": ("ernie4_5", {**_LLAMA, "head_dim": 16, "pad_token_id": 0, "use_bias": True}),
+    "Helium": ("helium", {**_LLAMA, "head_dim": 16, "pad_token_id": 0}),
+    "StarCoder2, past its window": ("starcoder2", {**_LLAMA, "sliding_window": 11}),
+    "StableLM": ("stablelm", {**_LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "StableLM, parallel, biases": (
+        "stablelm",
+        {**_LLAMA, "use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
+    ),
 }

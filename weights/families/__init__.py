@@ -10,27 +10,37 @@ from pathlib import Path
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from gptserve.weights.families.arcee import ARCEE
 from gptserve.weights.families.bloom import BLOOM
 from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
+from gptserve.weights.families.cwm import CWM
+from gptserve.weights.families.ernie4_5 import ERNIE4_5
+from gptserve.weights.families.exaone4 import EXAONE4
 from gptserve.weights.families.family import Family, RawConfig
-from gptserve.weights.families.gemma import GEMMA2, GEMMA3
+from gptserve.weights.families.gemma import GEMMA, GEMMA2, GEMMA3
+from gptserve.weights.families.glm import GLM, GLM4
 from gptserve.weights.families.gpt2 import GPT2
 from gptserve.weights.families.gpt_bigcode import GPT_BIGCODE
 from gptserve.weights.families.gpt_neo import GPT_NEO
 from gptserve.weights.families.gpt_neox import GPT_NEOX
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.gptj import GPTJ
+from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.llama import LLAMA
-from gptserve.weights.families.mistral import MISTRAL
+from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
 from gptserve.weights.families.mpt import MPT
 from gptserve.weights.families.nanochat import NANOCHAT
 from gptserve.weights.families.nanogpt import NANOGPT
-from gptserve.weights.families.olmo2 import OLMO2
+from gptserve.weights.families.olmo import OLMO, OLMO2, OLMO3
 from gptserve.weights.families.openai_gpt import OPENAI_GPT
 from gptserve.weights.families.opt import OPT
 from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
+from gptserve.weights.families.seed_oss import SEED_OSS
+from gptserve.weights.families.smollm3 import SMOLLM3
+from gptserve.weights.families.stablelm import STABLELM
+from gptserve.weights.families.starcoder2 import STARCODER2
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized import stored_types
@@ -40,7 +50,9 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, OPT, BLOOM, MPT, XGLM),
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA2, GEMMA3, OLMO2, GPT_OSS, NANOCHAT, NANOGPT),
+        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO, OLMO2, OLMO3, GPT_OSS),
+        *(ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, SEED_OSS, SMOLLM3, STABLELM, STARCODER2),
+        *(NANOCHAT, NANOGPT),
     )
 }
 

@@ -1,6 +1,8 @@
-"""Gemma 2 and 3 (text): norms on both sides of each part, alternating windows, capped or normalised scores.
+"""Gemma 1: Llama with a scaled embedding. Gemma 2 and 3 (text): norms on both sides of each part, alternating windows,
+capped or normalised scores.
 
-Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024), "Gemma 3 Technical Report" (2025).
+Gemma Team, "Gemma: Open Models Based on Gemini Research and Technology" (2024), "Gemma 2: Improving Open Language
+Models at a Practical Size" (2024), "Gemma 3 Technical Report" (2025).
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from dataclasses import replace
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, with_windows
-from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, read_llama_config
-from gptserve.weights.families.rotary import read_rotary
+from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.rotary import with_rotary_by_kind
 
 NORMS = {
     "blocks.{}.attn_norm": "layers.{}.input_layernorm",
@@ -24,6 +26,25 @@ NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
 PATTERN = 6  # Gemma 3: every sixth layer has no window
 
 
+def _read_gemma(raw: RawConfig) -> ModelConfig:
+    raw.default(head_dim=256, num_key_value_heads=16, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+    raw.forbid("use_bidirectional_attention", False, "bidirectional attention cannot continue a text")
+    config = read_llama_config(raw)
+    activation = (
+        config.activation
+        if "hidden_activation" not in raw
+        else raw.choice("hidden_activation", ACTIVATIONS, default="gelu")
+    )
+    return replace(
+        config,
+        activation="gelu_tanh"
+        if activation == "gelu"
+        else activation,  # published files say the one, and mean the other
+        norm_weight_offset=1.0,
+        embed_scale=math.sqrt(config.hidden_size),
+    )
+
+
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
     raw.default(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     return with_windows(raw, _read_shared(raw), lambda layer: layer % 2 == 0)
@@ -32,15 +53,9 @@ def _read_gemma2(raw: RawConfig) -> ModelConfig:
 def _read_gemma3(raw: RawConfig) -> ModelConfig:
     pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))
     config = with_windows(raw, _read_shared(raw), lambda layer: (layer + 1) % pattern > 0)
-    by_kind = raw.section("rope_parameters")
-    everything = by_kind.section("full_attention") if "full_attention" in by_kind else raw.section("rope_scaling")
-    local = by_kind.section("sliding_attention")
     near = raw.positive("rope_local_base_freq", default=10_000.0)
-    size, context = config.layers[0].head_size, raw.size("max_position_embeddings")
-    wide, max_position = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
-    narrow, _ = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
-    config = config.change_layers(lambda layer: replace(layer, rotary=wide if layer.window is None else narrow))
-    return replace(config, max_position=max_position, qk_norm="head")
+    config = with_rotary_by_kind(raw, config, theta=1_000_000.0, local_theta=near)
+    return replace(config, qk_norm="head")
 
 
 def _read_shared(raw: RawConfig) -> ModelConfig:
@@ -60,5 +75,6 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     )
 
 
+GEMMA = Family("gemma", _read_gemma, llama_sources, ignored=IGNORED)
 GEMMA2 = Family("gemma2", _read_gemma2, layout.decoder(NAMES), ignored=IGNORED)
 GEMMA3 = Family("gemma3_text", _read_gemma3, layout.decoder(NAMES), ignored=IGNORED)

@@ -54,6 +54,7 @@ def _named(
     num_q, num_kv = layer.q_size, layer.kv_size
     kind = name.rpartition(".")[2]
     is_absent = {"final_norm": config.norm_placement == "sum"}
+    is_absent["ffn_norm"] = config.shared_norm
     is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
     is_absent |= dict.fromkeys(("ffn_up", "ffn_down"), layer.experts is not None)
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)

@@ -42,16 +42,16 @@ llama_sources = layout.decoder(NAMES)
 IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
-def read_llama_config(raw: RawConfig, *, attention_bias: bool = False) -> ModelConfig:
+def read_llama_config(raw: RawConfig, *, attention_bias: bool = False, has_rotary: bool = True) -> ModelConfig:
     """Return the fields that the layout's families share; each replaces those in which it differs.
 
-    `attention_bias` is for a file that does not say.
+    `attention_bias` is for a file that does not say. Without `has_rotary` the family reads the positions itself.
     """
     has_older_name = "max_sequence_length" in raw and "max_position_embeddings" not in raw  # early files of Llama 1
     context = "max_sequence_length" if has_older_name else "max_position_embeddings"
     config = plain_config(raw, head_size="head_dim", context=context, norm_eps=None, tied_head=False)
     has_bias = raw.boolean("attention_bias", default=attention_bias)
-    config = with_kv_heads(raw, with_rotary(raw, config))
+    config = with_kv_heads(raw, with_rotary(raw, config) if has_rotary else config)
     return replace(
         with_ffn(config, raw.size("intermediate_size", limit=MAX_WIDTH)),
         qkv_bias=has_bias,

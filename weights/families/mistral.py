@@ -1,4 +1,4 @@
-"""Mistral 7B and its like: Llama with a sliding window on every layer, or on none.
+"""Mistral 7B and its like: Llama with a sliding window on every layer, or on none. Ministral: on the layers of a list.
 
 Jiang et al., "Mistral 7B" (2023).
 """
@@ -22,3 +22,4 @@ def read_mistral_config(raw: RawConfig) -> ModelConfig:
 
 
 MISTRAL = Family("mistral", _read_config, llama_sources, ignored=IGNORED)
+MINISTRAL = Family("ministral", _read_config, llama_sources, ignored=IGNORED)

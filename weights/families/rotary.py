@@ -69,6 +69,22 @@ def with_rotary(
     return replace(config, position=None, max_position=context)
 
 
+def with_rotary_by_kind(raw: RawConfig, config: ModelConfig, *, theta: float, local_theta: float) -> ModelConfig:
+    """Return the configuration with the rotary positions of either kind of layers: those with and without a window.
+
+    `rope_parameters` has a section for each kind; older files have `rope_scaling`, for the layers without a window. The
+    bases are for a file that does not say.
+    """
+    by_kind = raw.section("rope_parameters")
+    everything = by_kind.section("full_attention") if "full_attention" in by_kind else raw.section("rope_scaling")
+    local = by_kind.section("sliding_attention")
+    size, context = config.layers[0].head_size, config.max_position
+    wide, max_position = read_rotary(raw, size, context, scaling=everything, theta=theta)
+    narrow, _ = read_rotary(RawConfig({}), size, context, scaling=local, theta=local_theta)
+    config = config.change_layers(lambda layer: replace(layer, rotary=wide if layer.window is None else narrow))
+    return replace(config, position=None, max_position=max_position)
+
+
 def _scaling(raw: RawConfig) -> RawConfig:
     if "rope_parameters" not in raw:
         return raw.section("rope_scaling")

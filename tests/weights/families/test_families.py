@@ -20,6 +20,7 @@ from gptserve.weights.quantized import METHODS
 from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
 
+ENDS = {"eos_token_id": None, "bos_token_id": None}
 GOOD = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
 
 
@@ -303,11 +304,7 @@ def complete_configs() -> list[dict[str, Any]]:
     from transformers import AutoConfig
 
     configs = [
-        json.loads(
-            AutoConfig.for_model(model_type, **fields, eos_token_id=None, bos_token_id=None).to_json_string(
-                use_diff=False
-            )
-        )
+        json.loads(AutoConfig.for_model(model_type, **{**ENDS, **fields}).to_json_string(use_diff=False))
         for model_type, fields in SHAPES.values()
     ]
     return [

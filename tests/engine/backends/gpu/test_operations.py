@@ -42,7 +42,10 @@ from tests.parity.test_families import paged_logits
 
 NAMES = ("normalize", "add_normalize", "rotate_and_write", "gate", "experts")
 LINEARS = ("ffn_up", "ffn_down")
-OTHERS = ("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window")
+OTHERS = (
+    *("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window", "OLMo, clipped", "SmolLM3", "EXAONE 4, past its window"),
+    *("GLM 4 of 2025", "Arcee", "StarCoder2, past its window", "StableLM, parallel, biases"),
+)
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_IN, NUM_OUT, NUM_EXPERTS = 40, 67, 5
