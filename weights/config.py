@@ -29,10 +29,14 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: a linear router picks `num_active` of `num` feed-forwards, weighted by its softmax."""
+    """A mixture of experts: a linear router picks the `num_active` of `num` feed-forwards with the highest scores.
+
+    Their weights are the softmax of their scores, or, unless renormalised, what the softmax of all scores gives them.
+    """
 
     num: int
     num_active: int
+    renormalised: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,10 +246,10 @@ def take_feed_forward(
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
     router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", Affine(weight, bias))
-    num, num_active, operations = experts.num, experts.num_active, source.operations
+    operations = source.operations
     if operations.experts is not None:
-        weights = stack(source.take, name, num, config.ffn_bias)
-        return GroupedExperts(router, weights, num_active, _activation(config, operations), operations.experts)
+        weights = stack(source.take, name, experts.num, config.ffn_bias)
+        return GroupedExperts(experts, router, weights, _activation(config, operations), operations.experts)
     return MixtureOfExperts(
-        router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(num)], num_active
+        experts, router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num)]
     )

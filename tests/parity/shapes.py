@@ -155,6 +155,27 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_ROPE_YARN, "truncate": False},
         },
     ),
+    "Mixtral, past its window": (
+        "mixtral",
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
+    ),
+    "Qwen3 MoE, layer 1 dense": (
+        "qwen3_moe",
+        {
+            **_LLAMA,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "Qwen3 MoE, weights of all": (
+        "qwen3_moe",
+        {**_LLAMA, "head_dim": 24, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     "nanochat": ("nanochat", {**_LLAMA, "final_logit_softcapping": 4.0, "pad_token_id": 0}),
     "OLMo 2": ("olmo2", {**_LLAMA, "pad_token_id": 0}),
     "OLMo, clipped": ("olmo", {**_LLAMA, "pad_token_id": 0, "clip_qkv": 1.5}),

@@ -28,6 +28,7 @@ from gptserve.weights.families.gptj import GPTJ
 from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
+from gptserve.weights.families.mixtral import MIXTRAL
 from gptserve.weights.families.mpt import MPT
 from gptserve.weights.families.nanochat import NANOCHAT
 from gptserve.weights.families.nanogpt import NANOGPT
@@ -37,6 +38,7 @@ from gptserve.weights.families.opt import OPT
 from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
+from gptserve.weights.families.qwen_moe import QWEN3_MOE
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
@@ -52,7 +54,7 @@ FAMILIES: dict[str, Family] = {
         *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, OPT, BLOOM, MPT, XGLM),
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO, OLMO2, OLMO3, GPT_OSS),
         *(ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, SEED_OSS, SMOLLM3, STABLELM, STARCODER2),
-        *(NANOCHAT, NANOGPT),
+        *(MIXTRAL, QWEN3_MOE, NANOCHAT, NANOGPT),
     )
 }
 

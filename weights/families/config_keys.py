@@ -56,7 +56,14 @@ NAMES = frozenset(
         *("use_return_dict", "validate_runner_input"),
         # training
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "init_config", "init_device", "init_std"),
-        *("initializer_range", "neftune_noise_alpha", "router_aux_loss_coef", "use_gradient_checkpointing", "verbose"),
+        *(
+            "initializer_range",
+            "neftune_noise_alpha",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+            "use_gradient_checkpointing",
+            "verbose",
+        ),
         # heads and tasks other than the next token
         *("finetuning_task", "id2label", "is_decoder", "label2id", "n_special", "num_labels"),
         *("predict_special_tokens", "problem_type", "task_specific_params"),

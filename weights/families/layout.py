@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from gptserve.weights.config import LayerConfig, ModelConfig
-from gptserve.weights.families.family import Source
+from gptserve.weights.families.family import MAX_LAYERS, Source
 
 Names = Mapping[str, str | tuple[str, ...]]
 """A family's table: canonical names to those in the file, both without `.weight` and `.bias`.
@@ -84,6 +84,38 @@ def _named(
     if kind == "position" and config.position_offset:
         order = tuple(range(config.position_offset, *rows))
     return linear(name, parts, num_in, bias=bias, row_order=order, transpose=transpose)
+
+
+def with_experts(
+    dense: Callable[[ModelConfig], dict[str, Source]], router: str, up: tuple[str, ...], down: str
+) -> Callable[[ModelConfig], dict[str, Source]]:
+    """Return `dense` with the routers and experts of the layers that have them, each expert stored apart, in order.
+
+    The names have the number of the layer and, but for the router's, that of the expert.
+    """
+
+    def sources(config: ModelConfig) -> dict[str, Source]:
+        found, bias = dense(config), config.ffn_bias
+        for number, layer in enumerate(config.layers):
+            if layer.experts is None:
+                continue
+            hidden, ffn, num = config.hidden_size, layer.ffn_size, layer.experts.num
+            block = f"blocks.{number}."
+            found |= linear(f"{block}router", [(router.format(number), num)], hidden, bias=bias)
+            for e in range(num):
+                parts = [(part.format(number, e), ffn) for part in up]
+                found |= linear(f"{block}experts.{e}.ffn_up", parts, hidden, bias=bias)
+                found |= linear(f"{block}experts.{e}.ffn_down", [(down.format(number, e), hidden)], ffn, bias=bias)
+        return dict(sorted(found.items(), key=lambda entry: _place(entry[0])))
+
+    return sources
+
+
+def _place(name: str) -> int:
+    """Return where a tensor stands: before all blocks, in the block of its number, or behind them."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1])
+    return MAX_LAYERS if name.startswith(("final_norm.", "embed_out.", "head.")) else -1
 
 
 def linear(

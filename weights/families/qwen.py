@@ -18,7 +18,8 @@ def _read_qwen2(raw: RawConfig) -> ModelConfig:
     return replace(config, max_position=min(config.max_position, _first_chunk(raw, config.max_position)))
 
 
-def _read_qwen3(raw: RawConfig) -> ModelConfig:
+def read_qwen3_config(raw: RawConfig) -> ModelConfig:
+    """Return the fields of Qwen3, which its mixtures share."""
     raw.default(head_dim=128, num_key_value_heads=32)
     return _with_windows(raw, replace(read_llama_config(raw), qk_norm="head"))
 
@@ -41,4 +42,4 @@ def _with_windows(raw: RawConfig, config: ModelConfig) -> ModelConfig:
 
 
 QWEN2 = Family("qwen2", _read_qwen2, llama_sources, ignored=IGNORED)
-QWEN3 = Family("qwen3", _read_qwen3, llama_sources, ignored=IGNORED)
+QWEN3 = Family("qwen3", read_qwen3_config, llama_sources, ignored=IGNORED)

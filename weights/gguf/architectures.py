@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gptserve.weights.errors import InvalidCheckpointError, InvalidConfigError, UnsupportedModelError, shown
@@ -102,6 +102,8 @@ class Architecture:
     outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     layers: str = "model.layers"
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """The tensors that have those of all experts, and the name of one, with {} for its number."""
     pairs_heads: bool = False
     """Rows of queries and keys are in pairs of neighbours."""
     adds_one: bool = False
@@ -109,8 +111,6 @@ class Architecture:
 
 
 def _llama(keys: Keys) -> Fields:
-    if keys.number("expert_count", 0):
-        raise UnsupportedModelError(f"{keys.header.path}: a mixture of experts of the architecture llama is not read")
     return {
         "attention_bias": keys.has("blk.0.attn_q.bias"),
         "mlp_bias": keys.has("blk.0.ffn_up.bias"),
@@ -124,6 +124,24 @@ def _qwen2(keys: Keys) -> Fields:
 
 def _qwen3(keys: Keys) -> Fields:
     return {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+
+def _mixtral(keys: Keys) -> Fields:
+    return {
+        "hidden_act": "silu",
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+    }
+
+
+def _qwen3_moe(keys: Keys) -> Fields:
+    return {
+        **_qwen3(keys),
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
 
 
 def _scalar(keys: Keys, layers_of_largest: int) -> int:
@@ -168,16 +186,41 @@ def _gpt2(keys: Keys) -> Fields:
     }
 
 
+_MIXTRAL = "block_sparse_moe.experts.{}."
+_QWEN3_MOE = "mlp.experts.{}."
 _WITH_NORMS_AROUND = _LAYER | _NORMS_AROUND
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, pairs_heads=True),
     "qwen2": Architecture("qwen2", _qwen2),
+    "llama with experts": Architecture(
+        "mixtral",
+        _mixtral,
+        layer=_LAYER | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        experts={
+            "ffn_gate_exps": f"{_MIXTRAL}w1",
+            "ffn_up_exps": f"{_MIXTRAL}w3",
+            "ffn_down_exps": f"{_MIXTRAL}w2",
+        },
+        pairs_heads=True,
+    ),
     "qwen3": Architecture("qwen3", _qwen3),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        _qwen3_moe,
+        layer=_LAYER | {"ffn_gate_inp": "mlp.gate"},
+        experts={
+            "ffn_gate_exps": f"{_QWEN3_MOE}gate_proj",
+            "ffn_up_exps": f"{_QWEN3_MOE}up_proj",
+            "ffn_down_exps": f"{_QWEN3_MOE}down_proj",
+        },
+    ),
     "gemma2": Architecture("gemma2", _gemma2, layer=_WITH_NORMS_AROUND, adds_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, layer=_WITH_NORMS_AROUND, adds_one=True),
     "gpt2": Architecture("gpt2", _gpt2, outer=_GPT2_OUTER, layer=_GPT2_LAYER, layers="h"),
 }
+MAX_TENSORS = 2**18
+"""Each expert's counts."""
 _UNREAD_TENSORS = ("rope_freqs.weight",)
 """What rope.py reads of them is in config.json."""
 _OWN_SIZES = ("gpt2",)
@@ -188,11 +231,13 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
     """Return the architecture of a file and its name. Raises UnsupportedModelError."""
     name = header.keys.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        names = ", ".join(sorted(its_name for its_name in ARCHITECTURES if " " not in its_name))
         raise UnsupportedModelError(
-            f"{header.path}: general.architecture {shown(name)} is not supported; GGUF files of "
-            f"{', '.join(sorted(ARCHITECTURES))} are served"
+            f"{header.path}: general.architecture {shown(name)} is not supported; GGUF files of {names} are served"
         )
-    return name, ARCHITECTURES[name]
+    variant = f"{name} with experts"
+    has_experts = bool(header.keys.get(f"{name}.expert_count")) and variant in ARCHITECTURES
+    return name, ARCHITECTURES[variant if has_experts else name]
 
 
 def describe_config(header: Header) -> Fields:
@@ -237,14 +282,28 @@ def named_tensors(header: Header) -> dict[str, StoredTensor]:
     _, architecture = architecture_of(header)
     named: dict[str, StoredTensor] = {}
     for name, tensor in header.tensors.items():
-        if name not in _UNREAD_TENSORS:
-            named[_checkpoint_name(name, architecture)] = tensor
+        if name in _UNREAD_TENSORS:
+            continue
+        its_name = _checkpoint_name(name, architecture)
+        if "{}" not in its_name:
+            named[its_name] = tensor
+            continue
+        num, *shape = tensor.shape
+        if len(named) + num > MAX_TENSORS:
+            raise InvalidCheckpointError(f"{header.path} must have at most {MAX_TENSORS} tensors, got more experts")
+        num_bytes = (tensor.end - tensor.start) // num
+        for e in range(num):
+            start = tensor.start + e * num_bytes
+            one = replace(tensor, shape=tuple(shape), start=start, end=start + num_bytes)
+            named[its_name.format(e)] = one
     return named
 
 
 def _checkpoint_name(name: str, architecture: Architecture) -> str:
     stem, _, kind = name.rpartition(".")
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if found is not None and found[2] in architecture.experts:
+        return f"{architecture.layers}.{found[1]}.{architecture.experts[found[2]]}.{kind}"
     if found is not None and found[2] in architecture.layer:
         return f"{architecture.layers}.{found[1]}.{architecture.layer[found[2]]}.{kind}"
     return f"{architecture.outer[stem]}.{kind}" if stem in architecture.outer else name

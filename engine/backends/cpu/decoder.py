@@ -325,6 +325,7 @@ class _Writer:
             ends=self._kept((c_int32 * experts.num)()),
             num=experts.num,
             num_active=experts.num_active,
+            renormalised=experts.renormalised,
             **{kind: self.program.number(buffers[kind]) for kind in ("scores", "routes", "pairs", "up", "gated")},
         )
 

@@ -69,7 +69,7 @@ class Experts(Structure):
     _fields_ = native.members(
         (c_void_p, "ups downs gate ends"),
         (c_int64, "num num_active"),
-        (c_int32, "scores routes pairs up gated"),
+        (c_int32, "scores routes pairs up gated renormalised"),
     )
 
 

@@ -29,6 +29,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**SHAPES["Llama"][1], "rope_parameters": {**_ROPE, "original_max_position_embeddings": 8192}},
     ),
+    "Mixtral": ("mixtral", {**SHAPES["Mixtral, past its window"][1], "sliding_window": None}),
+    "Qwen3 MoE": ("qwen3_moe", {**SHAPES["Qwen3 MoE, weights of all"][1], "norm_topk_prob": True}),
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),
     "Gemma 3": (
         "gemma3_text",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
 }
@@ -46,6 +49,11 @@ def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] == "gpt2":
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_size = config.get("head_dim") or hidden // heads
@@ -79,13 +87,21 @@ def write_gguf(folder: Path, path: Path, quant: GGMLQuantizationType, *, in_plac
     add_tokens(writer, [f"t{i}" for i in range(config["vocab_size"])])
     names = get_tensor_name_map(arch, config.get("num_hidden_layers", config.get("n_layer")))
     values = load_file(folder / "model.safetensors")
+    experts: dict[str, list[np.ndarray]] = {}
     for name, value in values.items():
+        if of_expert := re.fullmatch(r"model(\.layers\.\d+)\.(\w+)\.experts\.\d+\.(\w+)\.weight", name):
+            layer, part, kind = of_expert.groups()  # as llama.cpp's conversion names what it joins
+            whole = f"layers{layer[7:]}.feed_forward" if part == "block_sparse_moe" else f"model{layer}.{part}"
+            packed = quantize(value.astype(np.float32), quant)
+            experts.setdefault(f"{whole}.experts.{kind}.weight", []).append(packed)
+            values[name] = dequantize(packed, quant)
+            continue
         of_gguf = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert of_gguf is not None, name
         data = value.astype(np.float32)
         is_conv = config["model_type"] == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         data = data.T.copy() if is_conv else data
-        if config["model_type"] == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if config["model_type"] in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         is_norm = config["model_type"].startswith("gemma") and "norm" in name
@@ -96,9 +112,11 @@ def write_gguf(folder: Path, path: Path, quant: GGMLQuantizationType, *, in_plac
         writer.add_tensor(of_gguf, packed, raw_dtype=quant)
         if in_place is not None:
             kept = dequantize(packed, quant)
-            if config["model_type"] == "llama" and (".q_proj." in name or ".k_proj." in name):
+            if config["model_type"] in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
                 kept = kept.reshape(heads, -1, 2, *kept.shape[1:]).swapaxes(1, 2).reshape(kept.shape)
             values[name] = np.ascontiguousarray(kept.T if is_conv else kept)
+    for name, parts in experts.items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(parts), raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

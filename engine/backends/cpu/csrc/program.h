@@ -99,8 +99,8 @@ struct Gate {
     int32_t activation;
 };
 
-// A mixture of experts: the sum of the outputs of the num_active experts with a row's highest scores, weighted by the
-// softmax of these scores. Of equal scores the first ranks highest; a row with a score that is NaN gives NaN. A pair is
+// A mixture of experts: the sum of the outputs of the num_active experts with a row's highest scores, weighted by a
+// softmax of scores. Of equal scores the first ranks highest; a row with a score that is NaN gives NaN. A pair is
 // a row and an expert that it chose: buffers of pairs have num_active times the width of one.
 struct Experts {
     const Linear* const* ups;    // [num]
@@ -112,6 +112,7 @@ struct Experts {
     int32_t routes;              // from here on buffers for scratch: of the rows' Routes
     int32_t pairs;               // of inputs, then outputs
     int32_t up, gated;           // of outputs of ups, and of the gate, if there is one
+    int32_t renormalised;        // whether the weights of the chosen are the softmax of their scores, not of all
 };
 
 // What a row has of its choices, highest score first.

@@ -206,9 +206,13 @@ static void choose(const Operation& op, const Program& program, const Step&, int
     Floats sums = broadcast(0);
     each(experts.num_active, [&](int64_t i, int count) {
         const Floats y = exp_of(load(best + i, count) - highest);
-        sums = sums + first(y, count);
+        if (experts.renormalised) sums = sums + first(y, count);
         store(best + i, count, y);
     });
+    if (!experts.renormalised)
+        each(experts.num, [&](int64_t i, int count) {
+            sums = sums + first(exp_of(load(scores + i, count) - highest), count);
+        });
     const Floats sum = broadcast(sum_of(sums));
     each(experts.num_active, [=](int64_t i, int count) { store(best + i, count, load(best + i, count) / sum); });
 }
