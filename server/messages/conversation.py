@@ -75,7 +75,7 @@ def _others(message: TurnMessage) -> Iterable[_Message]:
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     for result in results:
         error = ["Error:"] if result.is_error else []
-        content = _parts([*error, *_texts_of(result.content)])
+        content = _parts([*error, *_texts_of(result.content or "")])
         yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     if texts or not results:

@@ -72,7 +72,9 @@ class ToolResultBlock(_RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Text | Annotated[list[ResultBlock], Field(fail_fast=True), Tag("list")], _TextOrBlocks] = ""
+    content: (
+        Annotated[Text | Annotated[list[ResultBlock], Field(fail_fast=True), Tag("list")], _TextOrBlocks] | None
+    ) = None
     is_error: bool | None = None
     """true: the model sees a line with Error: before the result"""
 

@@ -73,8 +73,9 @@ def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], settings: 
     if settings.root_path is not None:
         document["servers"] = [{"url": settings.root_path}]
     if settings.needs_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        of_anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "x_api_key": of_anthropic}
+        document["security"] = [{"key": []}, {"x_api_key": []}]
     return document
 
 

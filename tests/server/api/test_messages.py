@@ -553,3 +553,75 @@ def any_api() -> Iterator[None]:
     ANY.append(Api(FakeEngineClient()))
     yield
     ANY.pop().close()
+
+
+NAMES = st.sampled_from(
+    [
+        *(
+            "type",
+            "text",
+            "role",
+            "content",
+            "name",
+            "id",
+            "input",
+            "tool_use_id",
+            "thinking",
+            "signature",
+            "tool_name",
+        ),
+        *("input_schema", "budget_tokens", "display", "format", "schema", "effort", "user_id", "edits", "is_error"),
+    ]
+)
+WORDS = st.sampled_from(
+    [
+        *("user", "assistant", "system", "text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image"),
+        *(
+            "tool_reference",
+            "custom",
+            "web_search_1",
+            "any",
+            "tool",
+            "auto",
+            "enabled",
+            "adaptive",
+            "json_schema",
+            "",
+            "é",
+        ),
+    ]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=8,
+)
+BLOCKS = st.fixed_dictionaries(
+    {"type": WORDS},
+    optional={"text": WORDS, "id": WORDS, "name": WORDS, "input": VALUES, "tool_use_id": WORDS, "content": VALUES},
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": WORDS, "content": WORDS | st.lists(BLOCKS, max_size=3) | VALUES}), max_size=4
+)
+FIELDS = st.fixed_dictionaries(
+    {"max_tokens": st.just(5) | VALUES, "messages": MESSAGES | VALUES},
+    optional=dict.fromkeys(
+        (
+            *("system", "tools", "tool_choice", "thinking", "metadata", "output_config", "output_format", "stream"),
+            *("stop_sequences", "context_management", "mcp_servers", "chat_template_kwargs", "model", "temperature"),
+        ),
+        VALUES,
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FIELDS, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
+def test_whatever_is_sent_is_answered_or_refused_in_words(fields: dict[str, Any], path: str) -> None:
+    api = ANY[0]
+    api.engine.reply = say("a", then_eos=True)
+    response = api.request("POST", path, json=fields)
+    if response.status_code != 200:
+        status, kind, message = error_of(response)
+        assert (status, kind) in ((400, "invalid_request_error"), (404, "not_found_error")), message
+        assert message

@@ -245,7 +245,9 @@ def test_a_needed_key_is_described(make_api: Callable[..., Api], document: dict[
     assert "security" not in document
     api = make_api(FakeEngineClient(), api_keys=("k",))
     guarded = api.get("/openapi.json").json()
-    assert guarded["security"] == [{"key": []}]
+    assert guarded["security"] == [{"key": []}, {"x_api_key": []}]
+    header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    assert guarded["components"]["securitySchemes"]["x_api_key"] == header
     assert guarded["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
 
 
