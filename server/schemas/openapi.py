@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
@@ -99,16 +100,27 @@ def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Return the strings below the fields of a model and of those that it extends."""
     found: dict[str, str] = {}
     for part in reversed(model.__mro__):
-        if not issubclass(part, _Model):
-            continue
-        (definition,) = ast.parse(inspect.getsource(part)).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, following in pairwise((*definition.body, ast.Pass())):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                found.pop(statement.target.id, None)
-                match following:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        found[statement.target.id] = inspect.cleandoc(text)
+        if issubclass(part, _Model):
+            for name, text in _own_docstrings(part):
+                found.pop(name, None)
+                if text is not None:
+                    found[name] = text
+    return found
+
+
+@functools.cache
+def _own_docstrings(part: type[BaseModel]) -> list[tuple[str, str | None]]:
+    """Return the fields that a model has of its own, and the strings below them. Finding its source takes long."""
+    found: list[tuple[str, str | None]] = []
+    (definition,) = ast.parse(inspect.getsource(part)).body
+    assert isinstance(definition, ast.ClassDef)
+    for statement, following in pairwise((*definition.body, ast.Pass())):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match following:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    found.append((statement.target.id, inspect.cleandoc(text)))
+                case _:
+                    found.append((statement.target.id, None))
     return found
 
 

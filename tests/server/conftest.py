@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fastapi.routing
 import httpx
 import pytest
 import uvloop
@@ -22,6 +24,9 @@ from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.weights.chat.template import ChatTemplate
 from tests.server.app_options import make_app
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
+
+# Hundreds of applications have the same routes, and a model of an answer takes as long as the rest of a route.
+fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)  # type: ignore[attr-defined]
 
 MODEL = "test-model"
 TEMPLATE = (
