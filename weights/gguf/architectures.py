@@ -104,6 +104,8 @@ class Architecture:
     layers: str = "model.layers"
     experts: Mapping[str, str] = field(default_factory=dict)
     """The tensors that have those of all experts, and the name of one, with {} for its number."""
+    eps: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+    """The name of the norms' epsilon in config.json, and in the file."""
     pairs_heads: bool = False
     """Rows of queries and keys are in pairs of neighbours."""
     adds_one: bool = False
@@ -142,6 +144,23 @@ def _qwen3_moe(keys: Keys) -> Fields:
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
+
+
+def _gemma(keys: Keys) -> Fields:
+    return {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+
+
+def _silu(keys: Keys) -> Fields:
+    return {"hidden_act": "silu", "attention_bias": False}
+
+
+def _arcee(keys: Keys) -> Fields:
+    return {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False}
+
+
+def _starcoder2(keys: Keys) -> Fields:
+    # The window is that of all published ones, of which a file says nothing.
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": 4096}
 
 
 def _scalar(keys: Keys, layers_of_largest: int) -> int:
@@ -188,6 +207,7 @@ def _gpt2(keys: Keys) -> Fields:
 
 _MIXTRAL = "block_sparse_moe.experts.{}."
 _QWEN3_MOE = "mlp.experts.{}."
+_OLMO2 = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _WITH_NORMS_AROUND = _LAYER | _NORMS_AROUND
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -215,6 +235,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_down_exps": f"{_QWEN3_MOE}down_proj",
         },
     ),
+    "smollm3": Architecture("smollm3", _silu, pairs_heads=True),
+    "arcee": Architecture("arcee", _arcee, pairs_heads=True),
+    "olmo2": Architecture("olmo2", _silu, layer=_LAYER | _OLMO2),
+    "starcoder2": Architecture(
+        "starcoder2",
+        _starcoder2,
+        layer=_LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        eps=("norm_epsilon", "attention.layer_norm_epsilon"),
+    ),
+    "gemma": Architecture("gemma", _gemma, adds_one=True),
     "gemma2": Architecture("gemma2", _gemma2, layer=_WITH_NORMS_AROUND, adds_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, layer=_WITH_NORMS_AROUND, adds_one=True),
     "gpt2": Architecture("gpt2", _gpt2, outer=_GPT2_OUTER, layer=_GPT2_LAYER, layers="h"),
@@ -271,7 +301,7 @@ def describe_config(header: Header) -> Fields:
             "head_dim": keys.size("attention.key_length", keys.size("rope.dimension_count", hidden_size // num_heads)),
             "intermediate_size": keys.size("feed_forward_length"),
             "max_position_embeddings": keys.size("context_length"),
-            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            architecture.eps[0]: keys.number(architecture.eps[1]),
             **rope_fields(header, name),
         }
     return fields | architecture.more(keys)

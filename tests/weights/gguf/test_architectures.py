@@ -24,11 +24,25 @@ from tests.weights.gguf.written import write_gguf
 _ROPE = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _HEAD = {"query_pre_attn_scalar": 24}  # that of the sizes: files have none
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: SHAPES[name] for name in ("GPT-2", "Llama", "Llama, biases, own head size, tied", "Qwen2", "Qwen3")},
+    **{
+        name: SHAPES[name]
+        for name in (
+            "GPT-2",
+            "Llama",
+            "Llama, biases, own head size, tied",
+            "Qwen2",
+            "Qwen3",
+            "Gemma",
+            "OLMo 2",
+            "SmolLM3",
+            "Arcee",
+        )
+    },
     "Llama 3.1": (
         "llama",
         {**SHAPES["Llama"][1], "rope_parameters": {**_ROPE, "original_max_position_embeddings": 8192}},
     ),
+    "StarCoder2": ("starcoder2", {**SHAPES["StarCoder2, past its window"][1], "sliding_window": 4096}),
     "Mixtral": ("mixtral", {**SHAPES["Mixtral, past its window"][1], "sliding_window": None}),
     "Qwen3 MoE": ("qwen3_moe", {**SHAPES["Qwen3 MoE, weights of all"][1], "norm_topk_prob": True}),
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),

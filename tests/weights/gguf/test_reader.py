@@ -184,7 +184,7 @@ def minimal() -> bytes:
 MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
     "another architecture": (
         ("llama", "mamba"),
-        "general.architecture 'mamba' is not supported; GGUF files of gemma2, ",
+        "general.architecture 'mamba' is not supported; GGUF files of arcee, ",
     ),
     "another tokenizer": (
         ("gpt2", "bert"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
@@ -18,13 +18,19 @@ ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
+    "arcee": MODEL_ARCH.ARCEE,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "starcoder2": MODEL_ARCH.STARCODER2,
+    "gemma": MODEL_ARCH.GEMMA,
     "mixtral": MODEL_ARCH.LLAMA,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
 }
 """By model_type."""
-NAMES = {MODEL_ARCH.GEMMA3: "gemma3"}
+PAIRED = ("llama", "mixtral", "arcee", "smollm3")
+"""Those of which llama.cpp's conversion puts rows of queries and keys in pairs."""
 
 
 def add_tokens(writer: GGUFWriter, tokens: list[str], *, pre: str = "gpt-2", kinds: list[int] | None = None) -> None:
@@ -55,7 +61,10 @@ def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "norm_epsilon" in config:
+        writer.add_layer_norm_eps(config["norm_epsilon"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_size = config.get("head_dim") or hidden // heads
     writer.add_rope_dimension_count(head_size)
     writer.add_key_length(head_size)
@@ -71,7 +80,7 @@ def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
         between = 1 / ((1 - smooth) / rope["factor"] + smooth)
         factors = np.where(waves < context / high, 1, np.where(waves > context / low, rope["factor"], between))
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    if config["model_type"].startswith("gemma"):
+    if config["model_type"].startswith("gemma") and config["model_type"] != "gemma":
         writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -82,7 +91,7 @@ def write_gguf(folder: Path, path: Path, quant: GGMLQuantizationType, *, in_plac
     """Write a model with matrices of a type; `in_place` gets its safetensors with the values they then have."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     arch = ARCHITECTURES[config["model_type"]]
-    writer = GGUFWriter(path, {MODEL_ARCH.GEMMA3: "gemma3"}.get(arch, arch.name.lower()))
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     add_sizes(writer, config)
     add_tokens(writer, [f"t{i}" for i in range(config["vocab_size"])])
     names = get_tensor_name_map(arch, config.get("num_hidden_layers", config.get("n_layer")))
@@ -101,7 +110,7 @@ def write_gguf(folder: Path, path: Path, quant: GGMLQuantizationType, *, in_plac
         data = value.astype(np.float32)
         is_conv = config["model_type"] == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         data = data.T.copy() if is_conv else data
-        if config["model_type"] in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
+        if config["model_type"] in PAIRED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         is_norm = config["model_type"].startswith("gemma") and "norm" in name
@@ -112,7 +121,7 @@ def write_gguf(folder: Path, path: Path, quant: GGMLQuantizationType, *, in_plac
         writer.add_tensor(of_gguf, packed, raw_dtype=quant)
         if in_place is not None:
             kept = dequantize(packed, quant)
-            if config["model_type"] in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
+            if config["model_type"] in PAIRED and (".q_proj." in name or ".k_proj." in name):
                 kept = kept.reshape(heads, -1, 2, *kept.shape[1:]).swapaxes(1, 2).reshape(kept.shape)
             values[name] = np.ascontiguousarray(kept.T if is_conv else kept)
     for name, parts in experts.items():
