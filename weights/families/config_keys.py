@@ -44,7 +44,7 @@ NAMES = frozenset(
         *("context_length", "initial_context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "n_ctx"),
         "seq_length",
         # dtype, order of summation and kernel: rounding at most, and the softmax is always in fp32 here
-        *("attention_softmax_in_fp32", "attn_impl", "attn_implementation"),
+        *("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "attn_impl", "attn_implementation"),
         *("bias_dropout_fusion", "chunk_size_feed_forward", "dtype", "fc_type", "flash_attention"),
         *("masked_softmax_fusion", "offset_alibi", "pretraining_tp", "reorder_and_upcast_attn"),
         *("scale_attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "torch_dtype"),
@@ -86,17 +86,24 @@ OFF_NAMES = frozenset(
         *("pruned_heads", "tf_legacy_loss", "tie_encoder_decoder"),
         # choices that remote code or another family has
         *("attn_uses_sequence_id", "full_attn_mod", "interpolate_factor", "learned_embeddings", "lm_head_bias"),
-        *("mlp_bias", "qk_layernorm", "rope_interleaved", "rope_scaling", "sliding_window"),
-        *("use_bidirectional_attention", "use_mrope", "use_sliding_window"),
+        *("hidden_activation", "mlp_bias", "qk_layernorm", "rope_interleaved", "rope_scaling"),
+        *("rotary_scaling_factor", "sliding_window", "use_bidirectional_attention", "use_mrope", "use_sliding_window"),
     )
 )
 """Choices that files name to say that a model has not made them: such a key is known as long as it is off."""
+
+ON_NAMES = frozenset(("causal", "is_causal", "normalize_attention_scores", "scale_attn_weights"))
+"""Choices that all families have made: such a key is known as long as it is on. Off, it changes what is computed."""
 
 PRIVATE_CHOICES = ("_remove_final_layer_norm", "_sliding_window_pattern")
 """The names with a leading underscore that some family computes with. Any other such name is a note of a library, such
 as `_name_or_path` and `_attn_implementation`."""
 
-DUPLICATES: Mapping[str, str] = {"sliding_window_size": "sliding_window"}
+DUPLICATES: Mapping[str, str] = {
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "norm_epsilon",
+    "sliding_window_size": "sliding_window",
+}
 """Second names of a key that a family reads: the values must be equal."""
 
 
@@ -110,7 +117,7 @@ def _of_layers(size: Callable[[LayerConfig], object]) -> Callable[[ModelConfig],
     return of_all
 
 
-SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
+SAID_AGAIN: Mapping[str, Callable[[ModelConfig], object]] = {
     **dict.fromkeys(("d_model", "hidden_size", "n_embd", "n_embed"), lambda config: config.hidden_size),
     **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers", "num_layers"), lambda config: config.num_layers),
     **dict.fromkeys(
@@ -124,9 +131,11 @@ SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), lambda config: config.max_position),
     "head_dim": _of_layers(lambda layer: layer.head_size),
     "activation": lambda config: "swiglu" if config.gated_ffn and config.activation == "silu" else None,
+    "mlp_type": lambda config: None if config.gated_ffn else "default",
+    "norm_type": lambda config: "layer_norm" if config.norm == "layernorm" else None,
     "experts_per_token": _of_layers(lambda layer: layer.experts and layer.experts.num_active),
 }
-"""Sizes, and an activation, that a file gives again under the name of another family: they must be equal."""
+"""Sizes and choices that a file says again by a name of another family or of its own code: they must be equal."""
 
 
 def refuse_unread(raw: RawConfig, config: ModelConfig, doubtful: DoubtfulKeys = "accept") -> None:
@@ -162,22 +171,24 @@ def _is_known(full_name: str, value: object, raw: RawConfig, config: ModelConfig
         or PATTERN.fullmatch(name) is not None
         or (name.startswith("_") and name not in PRIVATE_CHOICES)
         or (name in OFF_NAMES and is_neutral(value))
+        or (name in ON_NAMES and (value is True or value is None))
         or name in _of_class(full_name, raw).get("unread", ())
-        or (name in SIZES and value in (None, SIZES[name](config)))
-        or (
-            name == "layer_types"
-            and value == ["full_attention"] * config.num_layers
-            and all(layer.window is None for layer in config.layers)
-        )
+        or (name in SAID_AGAIN and value in (None, SAID_AGAIN[name](config)))
+        or (_has_no_windows(config) and name == "max_window_layers")
+        or (_has_no_windows(config) and name == "layer_types" and value == ["full_attention"] * config.num_layers)
         or (name in DUPLICATES and DUPLICATES[name] not in unread and value == raw.value(DUPLICATES[name]))
     )
+
+
+def _has_no_windows(config: ModelConfig) -> bool:
+    return all(layer.window is None for layer in config.layers)
 
 
 def _is_off(full_name: str, value: object, raw: RawConfig) -> bool:
     """Return whether the value usually means "off", or is what transformers takes where the key is absent."""
     defaults = _of_class(full_name, raw).get("defaults", {})
     name = full_name.rpartition(": ")[2]
-    return is_neutral(value) or (name in defaults and _same(value, defaults[name]))
+    return (is_neutral(value) and name not in ON_NAMES) or (name in defaults and _same(value, defaults[name]))
 
 
 def _of_class(full_name: str, raw: RawConfig) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from gptserve.weights.families.config_keys import (
     NAMES,
     PATTERN,
     PRIVATE_CHOICES,
-    SIZES,
+    SAID_AGAIN,
     DoubtfulKeys,
 )
 from gptserve.weights.families.family import RawConfig
@@ -89,6 +89,15 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"reorder_and_upcast_attn": True, "gradient_checkpointing": False, "output_past": True},
         },
     ),
+    "GPT-SW3": (
+        KNOWN["GPT-2 124M"][0],
+        {
+            "apply_query_key_layer_scaling": True,
+            "normalize_attention_scores": True,
+            "tokenizer_class": "GPTSw3Tokenizer",
+        },
+    ),
+    "one that says how it reads": (QWEN, {"is_causal": True}),
     "GPT-1": (KNOWN["GPT-1 117M"][0], {"n_ctx": 512, "n_special": 0, "predict_special_tokens": True}),
     "GPT-J": (KNOWN["gpt-j-6b"][0], {"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}),
     "BLOOM": (
@@ -244,7 +253,7 @@ def test_every_field_that_transformers_computes_with_is_read_or_known(model_type
 
     FAMILIES[model_type].read_config(raw)
 
-    known = NAMES | SIZES.keys() | OF_OTHER_CLASSES
+    known = NAMES | SAID_AGAIN.keys() | OF_OTHER_CLASSES
     unread = fields & {name.rpartition(": ")[2] for name in raw.unread()}
     unread = {name for name in unread if name in PRIVATE_CHOICES or not name.startswith("_")}
     assert {name for name in unread if not PATTERN.fullmatch(name)} <= known
@@ -352,6 +361,14 @@ def test_a_size_under_another_name_must_be_the_same(tmp_path: Path) -> None:
         ("Llama 3 8B", "_remove_final_layer_norm", True, "sets `_remove_final_layer_norm` to True"),
         ("Llama 3 8B", "activation", "geglu", "sets `activation` to 'geglu'"),
         ("GPT-2 124M", "activation", "swiglu", "sets `activation` to 'swiglu'"),
+        ("qwen2.5-0.5b", "is_causal", False, "sets `is_causal` to False"),
+        ("starcoder2-3b", "scale_attn_weights", False, "sets `scale_attn_weights` to False"),
+        ("starcoder2-3b", "mlp_type", "gated", "sets `mlp_type` to 'gated'"),
+        ("starcoder2-3b", "norm_type", "rms_norm", "sets `norm_type` to 'rms_norm'"),
+        ("starcoder2-3b", "activation_function", "gelu", "sets `activation_function` to 'gelu'"),
+        ("starcoder2-3b", "layer_norm_epsilon", 1e-6, "sets `layer_norm_epsilon` to 1e-06"),
+        ("stablelm-2-1_6b", "rotary_scaling_factor", 2.0, "sets `rotary_scaling_factor` to 2.0"),
+        ("mistral-7b-v0.1", "max_window_layers", 21, "sets `max_window_layers` to 21"),
         ("Llama 3 8B", "norm_type", "layernorm", "sets `norm_type` to 'layernorm'"),
         ("GPT-2 124M", "feed_forward_length", 4096, "sets `feed_forward_length` to 4096"),
     ],
