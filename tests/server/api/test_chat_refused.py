@@ -13,6 +13,7 @@ from gptserve.server.schemas.completions import ChatRequest
 from gptserve.server.schemas.fields import MAX_IGNORED
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.pydantic_says import NO_BOOLEAN, NO_INTEGER, NO_STRING
 
 USER = {"role": "user", "content": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -34,10 +35,10 @@ INVALID_TYPES = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages", f"messages[0].content: {CONTENT}, got 5"),
     ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages",
      "messages[0].content[0]: input should be an object, got 'hi'"),
-    ({"messages": [{**USER, "name": 5}]}, "messages", "messages[0].name: input should be a valid string, got 5"),
-    ({"logprobs": 5}, "logprobs", "logprobs: input should be a valid boolean, got 5"),
-    ({"top_logprobs": True}, "top_logprobs", "top_logprobs: input should be a valid integer, got true"),
-    ({"prompt_logprobs": True}, "prompt_logprobs", "prompt_logprobs: input should be a valid integer, got true"),
+    ({"messages": [{**USER, "name": 5}]}, "messages", f"messages[0].name: {NO_STRING}, got 5"),
+    ({"logprobs": 5}, "logprobs", f"logprobs: {NO_BOOLEAN}, got 5"),
+    ({"top_logprobs": True}, "top_logprobs", f"top_logprobs: {NO_INTEGER}, got true"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER}, got true"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "chat_template_kwargs: input should be an object, got []"),
     ({"stop": 5}, "stop", "stop: input should be a string or a list of strings, got 5"),
 ]  # fmt: skip

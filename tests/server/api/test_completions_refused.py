@@ -15,6 +15,7 @@ from gptserve.server.schemas.completions import CompletionRequest
 from gptserve.server.schemas.fields import MAX_IGNORED
 from tests.server.conftest import Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient
+from tests.server.pydantic_says import NO_BOOLEAN, NO_INTEGER, NO_NUMBER, NO_STRING
 
 TYPE = "invalid_request_error"
 
@@ -125,8 +126,6 @@ def test_an_unknown_model(bystander: Bystander) -> None:
 
 
 PROMPT_RULE = "input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
-NO_INTEGER = "input should be a valid integer, got"
-NO_NUMBER = "input should be a valid number, got"
 
 UNKNOWN_FIELDS = [
     ({"max_token": 5}, "max_token", "unknown field max_token; did you mean max_tokens?"),
@@ -147,36 +146,36 @@ def test_an_unknown_field(bystander: Bystander, fields: dict[str, Any], param: s
 WRONG_TYPES = [
     ({"prompt": 5}, "prompt", f"prompt: {PROMPT_RULE}, got 5"),
     ({"prompt": {"a": 1}}, "prompt", f"prompt: {PROMPT_RULE}, got {{'a': 1}}"),
-    ({"prompt": ["a", 1]}, "prompt", "prompt[1]: input should be a valid string, got 1"),
-    ({"prompt": [1, "a"]}, "prompt", f"prompt[1]: {NO_INTEGER} 'a'"),
-    ({"prompt": [1.0]}, "prompt", f"prompt[0]: {NO_INTEGER} 1.0"),
-    ({"prompt": [True]}, "prompt", f"prompt[0]: {NO_INTEGER} true"),
-    ({"prompt": [[1], [2, None]]}, "prompt", f"prompt[1][1]: {NO_INTEGER} null"),
-    ({"model": 5}, "model", "model: input should be a valid string, got 5"),
-    ({"max_tokens": "5"}, "max_tokens", f"max_tokens: {NO_INTEGER} '5'"),
-    ({"max_tokens": 1.0}, "max_tokens", f"max_tokens: {NO_INTEGER} 1.0"),
-    ({"max_tokens": True}, "max_tokens", f"max_tokens: {NO_INTEGER} true"),
-    ({"max_tokens": [5] * 9}, "max_tokens", f"max_tokens: {NO_INTEGER} [5, 5, 5, 5, ...]"),
-    ({"temperature": "hot"}, "temperature", f"temperature: {NO_NUMBER} 'hot'"),
-    ({"temperature": True}, "temperature", f"temperature: {NO_NUMBER} true"),
-    ({"seed": 1.5}, "seed", f"seed: {NO_INTEGER} 1.5"),
-    ({"n": True}, "n", f"n: {NO_INTEGER} true"),
-    ({"logprobs": True}, "logprobs", f"logprobs: {NO_INTEGER} true"),
-    ({"prompt_logprobs": True}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER} true"),
-    ({"prompt_logprobs": "5"}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER} '5'"),
-    ({"prompt_logprobs": 1.0}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER} 1.0"),
-    ({"stream": 1}, "stream", "stream: input should be a valid boolean, got 1"),
-    ({"stream": "true"}, "stream", "stream: input should be a valid boolean, got 'true'"),
+    ({"prompt": ["a", 1]}, "prompt", f"prompt[1]: {NO_STRING}, got 1"),
+    ({"prompt": [1, "a"]}, "prompt", f"prompt[1]: {NO_INTEGER}, got 'a'"),
+    ({"prompt": [1.0]}, "prompt", f"prompt[0]: {NO_INTEGER}, got 1.0"),
+    ({"prompt": [True]}, "prompt", f"prompt[0]: {NO_INTEGER}, got true"),
+    ({"prompt": [[1], [2, None]]}, "prompt", f"prompt[1][1]: {NO_INTEGER}, got null"),
+    ({"model": 5}, "model", f"model: {NO_STRING}, got 5"),
+    ({"max_tokens": "5"}, "max_tokens", f"max_tokens: {NO_INTEGER}, got '5'"),
+    ({"max_tokens": 1.0}, "max_tokens", f"max_tokens: {NO_INTEGER}, got 1.0"),
+    ({"max_tokens": True}, "max_tokens", f"max_tokens: {NO_INTEGER}, got true"),
+    ({"max_tokens": [5] * 9}, "max_tokens", f"max_tokens: {NO_INTEGER}, got [5, 5, 5, 5, ...]"),
+    ({"temperature": "hot"}, "temperature", f"temperature: {NO_NUMBER}, got 'hot'"),
+    ({"temperature": True}, "temperature", f"temperature: {NO_NUMBER}, got true"),
+    ({"seed": 1.5}, "seed", f"seed: {NO_INTEGER}, got 1.5"),
+    ({"n": True}, "n", f"n: {NO_INTEGER}, got true"),
+    ({"logprobs": True}, "logprobs", f"logprobs: {NO_INTEGER}, got true"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER}, got true"),
+    ({"prompt_logprobs": "5"}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER}, got '5'"),
+    ({"prompt_logprobs": 1.0}, "prompt_logprobs", f"prompt_logprobs: {NO_INTEGER}, got 1.0"),
+    ({"stream": 1}, "stream", f"stream: {NO_BOOLEAN}, got 1"),
+    ({"stream": "true"}, "stream", f"stream: {NO_BOOLEAN}, got 'true'"),
     ({"stop": 5}, "stop", "stop: input should be a string or a list of strings, got 5"),
-    ({"stop": ["a", 5]}, "stop", "stop[1]: input should be a valid string, got 5"),
-    ({"stop": [5]}, "stop", "stop[0]: input should be a valid string, got 5"),
+    ({"stop": ["a", 5]}, "stop", f"stop[1]: {NO_STRING}, got 5"),
+    ({"stop": [5]}, "stop", f"stop[0]: {NO_STRING}, got 5"),
     ({"stop_token_ids": 5}, "stop_token_ids", "stop_token_ids: input should be an array, got 5"),
     ({"logit_bias": []}, "logit_bias", "logit_bias: input should be an object, got []"),
-    ({"logit_bias": {"5": "x"}}, "logit_bias", f"logit_bias.5: {NO_NUMBER} 'x'"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias", f"logit_bias.5: {NO_NUMBER}, got 'x'"),
     ({"stream_options": 1}, "stream_options", "stream_options: input should be an object, got 1"),
-    ({"timeout_ms": 1.5}, "timeout_ms", f"timeout_ms: {NO_INTEGER} 1.5"),
-    ({"background": 1}, "background", "background: input should be a valid boolean, got 1"),
-    ({"user": 5}, "user", "user: input should be a valid string, got 5"),
+    ({"timeout_ms": 1.5}, "timeout_ms", f"timeout_ms: {NO_INTEGER}, got 1.5"),
+    ({"background": 1}, "background", f"background: {NO_BOOLEAN}, got 1"),
+    ({"user": 5}, "user", f"user: {NO_STRING}, got 5"),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.schemas.messages import CountedTokens, MessageObject, MessagesErrorBody
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import EOS, FakeEngineClient, say
+from tests.server.pydantic_says import NO_INTEGER, NO_STRING
 
 MakeApi = Callable[..., Api]
 Serve = Callable[..., LiveServer]
@@ -263,7 +264,7 @@ def test_the_conversation_becomes_a_chat(make_api: MakeApi, system: Any, message
         ({"max_tokens": ...}, "max_tokens is required"),
         ({"max_tokens": None}, "max_tokens is required"),
         ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0"),
-        ({"max_tokens": "9"}, "max_tokens: input should be a valid integer, got '9'"),
+        ({"max_tokens": "9"}, f"max_tokens: {NO_INTEGER}, got '9'"),
         ({"messages": ...}, "messages is required"),
         ({"messages": []}, "messages: list should have at least 1 item after validation, not 0, got []"),
         ({"messages": "hi"}, "messages: input should be an array, got 'hi'"),
@@ -304,7 +305,7 @@ def test_the_conversation_becomes_a_chat(make_api: MakeApi, system: Any, message
             "system[0]: a block of the type 'image' is not supported by this server",
         ),
         ({"system": 5}, "system: input should be a string or a list of blocks, got 5"),
-        ({"system": [{"type": "text", "text": 5}]}, "system[0].text: input should be a valid string, got 5"),
+        ({"system": [{"type": "text", "text": 5}]}, f"system[0].text: {NO_STRING}, got 5"),
         (
             {"stop_sequences": "a"},
             "stop_sequences: input should be an array, got 'a'",
@@ -322,7 +323,7 @@ def test_the_conversation_becomes_a_chat(make_api: MakeApi, system: Any, message
         ),
         ({"thinking": {"type": "on"}}, "thinking.type: input should be 'enabled', 'disabled' or 'adaptive', got 'on'"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens must be given with the type enabled"),
-        ({"metadata": {"user_id": 5}}, "metadata.user_id: input should be a valid string, got 5"),
+        ({"metadata": {"user_id": 5}}, f"metadata.user_id: {NO_STRING}, got 5"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is required"),
         (
             {"output_config": {"format": {"type": "json"}}},

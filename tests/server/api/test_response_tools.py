@@ -17,6 +17,7 @@ from tests.server.api.test_tools import ANSWERS, OSLO, PLACE, TEMPLATES, api_of,
 from tests.server.api.test_tools import TOOLS as OF_CHAT
 from tests.server.conftest import Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.pydantic_says import NO_BOOLEAN, NO_STRING
 
 MakeApi = Callable[..., Api]
 WEATHER = {"type": "function", "name": "get_weather", "description": "W", "parameters": PLACE}
@@ -240,10 +241,10 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tool_choice.name must be that of a tool, got 'g'"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice", "tool_choice must be none or auto without tools"),
     ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls",
-     "parallel_tool_calls: input should be a valid boolean, got 1"),
+     f"parallel_tool_calls: {NO_BOOLEAN}, got 1"),
     (of_call(call_id=None), "missing_required_parameter", "input[1].call_id", "input[1].call_id is required"),
     (of_call(name=None), "missing_required_parameter", "input[1].name", "input[1].name is required"),
-    (of_call(arguments={}), "invalid_type", "input", "input[1].arguments: input should be a valid string, got {}"),
+    (of_call(arguments={}), "invalid_type", "input", f"input[1].arguments: {NO_STRING}, got {{}}"),
     (of_result(output="x"), "missing_required_parameter", "input[0].call_id", "input[0].call_id is required"),
     (of_result(call_id="a"), "missing_required_parameter", "input[0].output", "input[0].output is required"),
     (of_result(call_id="a", output=3), "invalid_type", "input",

@@ -19,6 +19,7 @@ from gptserve.server.tools.harmony import MARKS
 from tests.server.api.test_owners import KEYS, ask
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
+from tests.server.pydantic_says import NO_STRING
 from tests.test_architecture import assert_rows
 
 Serve = Callable[..., LiveServer]
@@ -366,7 +367,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": 3}]}]},
         "input",
         "invalid_type",
-        "input[0].content[0].text: input should be a valid string, got 3",
+        f"input[0].content[0].text: {NO_STRING}, got 3",
     ),
     (
         {"text": {"format": {"type": "json_schema"}}},
@@ -414,7 +415,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "context_length_exceeded",
         "The prompt is too long. This model's maximum context length is 256 tokens, with a new one; the prompt has 308",
     ),
-    ({"metadata": {"a": 1}}, "metadata", "invalid_type", "metadata.a: input should be a valid string, got 1"),
+    ({"metadata": {"a": 1}}, "metadata", "invalid_type", f"metadata.a: {NO_STRING}, got 1"),
     (
         {"metadata": {str(i): "x" for i in range(17)}},
         "metadata",

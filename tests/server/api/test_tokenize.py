@@ -14,6 +14,7 @@ from gptserve.server.api import tokenize
 from gptserve.server.schemas.tokens import DetokenizedText, TokenizerInfo, Tokens
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient
+from tests.server.pydantic_says import NO_BOOLEAN, NO_INTEGER, NO_STRING
 
 MakeApi = Callable[..., Api]
 BOS = 7
@@ -109,14 +110,14 @@ TOO_LONG = (
 )
 REFUSED = [
     ("/tokenize", {}, 400, "missing_required_parameter", "prompt", "prompt is required"),
-    ("/tokenize", {"prompt": 5}, 400, "invalid_type", "prompt", "prompt: input should be a valid string, got 5"),
+    ("/tokenize", {"prompt": 5}, 400, "invalid_type", "prompt", f"prompt: {NO_STRING}, got 5"),
     ("/tokenize", {"prompt": ["x"]}, 400, "invalid_type", "prompt",
-     "prompt: input should be a valid string, got ['x']"),
+     f"prompt: {NO_STRING}, got ['x']"),
     ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model_not_found", "model",
      "model 'gpt-9' does not exist; this server has 'test-model'"),
     ("/tokenize", {"prompt": "x" * 3329}, 400, "context_length_exceeded", "prompt", TOO_LONG),
     ("/tokenize", {"prompt": "x", "return_token_strs": 1}, 400, "invalid_type", "return_token_strs",
-     "return_token_strs: input should be a valid boolean, got 1"),
+     f"return_token_strs: {NO_BOOLEAN}, got 1"),
     ("/tokenize", {"messages": []}, 400, "invalid_value", "messages",
      "messages: list should have at least 1 item after validation, not 0, got []"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True,
@@ -125,7 +126,7 @@ REFUSED = [
     ("/detokenize", {}, 400, "missing_required_parameter", "tokens", "tokens is required"),
     ("/detokenize", {"tokens": "x"}, 400, "invalid_type", "tokens", "tokens: input should be an array, got 'x'"),
     ("/detokenize", {"tokens": [1, "x"]}, 400, "invalid_type", "tokens",
-     "tokens[1]: input should be a valid integer, got 'x'"),
+     f"tokens[1]: {NO_INTEGER}, got 'x'"),
     ("/detokenize", {"tokens": [1, 257]}, 400, "invalid_value", "tokens",
      "tokens: token ids must be in [0, 257), got 257"),
     ("/detokenize", {"tokens": [-1]}, 400, "invalid_value", "tokens", "tokens: token ids must be in [0, 257), got -1"),

@@ -18,6 +18,7 @@ from gptserve.server.tools.harmony import MARKS
 from tests.server.api.test_chat import parse_events
 from tests.server.conftest import SAID, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, Reply, say
+from tests.server.pydantic_says import NO_BOOLEAN, NO_STRING
 
 MakeApi = Callable[..., Api]
 SPECIAL = (*MARKS, "<|constrain|>", "<|call|>")
@@ -454,9 +455,9 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tool_choice.function.name must be that of a tool, got 'g'"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice", "tool_choice must be none or auto without tools"),
     ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls",
-     "parallel_tool_calls: input should be a valid boolean, got 1"),
+     f"parallel_tool_calls: {NO_BOOLEAN}, got 1"),
     (of_call({}), "invalid_type", "messages",
-     "messages[1].tool_calls[0].function.arguments: input should be a valid string, got {}"),
+     f"messages[1].tool_calls[0].function.arguments: {NO_STRING}, got {{}}"),
     ({"tools": TOOLS, "guided_regex": "a"}, "invalid_value", "guided_regex",
      "guided_regex may not be given together with tools that may be called, but JSON may be asked for"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}, "continue_final_message": True}, "invalid_value",

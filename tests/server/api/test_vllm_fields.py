@@ -12,6 +12,7 @@ import pytest
 from gptserve.server.schemas.completions import ChatCompletion, ChatCompletionChunk, Completion
 from tests.server.conftest import Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
+from tests.server.pydantic_says import NO_BOOLEAN, NO_INTEGER, NO_STRING
 
 MakeApi = Callable[..., Api]
 BOS = 7
@@ -260,15 +261,15 @@ def test_a_limit_of_the_reasoning_is_refused_in_words(api: Api) -> None:
     assert api.complete(prompt="x", thinking_token_budget=-1).status_code == 200
 
 
-RULE = "input should be a valid"
+RULES = (NO_INTEGER, NO_BOOLEAN, NO_STRING)
 REFUSED = [
     ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "min_tokens must be at most max_tokens, which is 16, got 17"),
     ({"min_tokens": -1}, "min_tokens", "min_tokens must be at least 0, got -1"),
-    ({"min_tokens": 1.5}, "min_tokens", f"min_tokens: {RULE} integer, got 1.5"),
+    ({"min_tokens": 1.5}, "min_tokens", f"min_tokens: {NO_INTEGER}, got 1.5"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output",
-     f"include_stop_str_in_output: {RULE} boolean, got 1"),
+     f"include_stop_str_in_output: {NO_BOOLEAN}, got 1"),
     ({"bad_words": "ab"}, "bad_words", "bad_words: input should be an array, got 'ab'"),
-    ({"bad_words": [1]}, "bad_words", f"bad_words[0]: {RULE} string, got 1"),
+    ({"bad_words": [1]}, "bad_words", f"bad_words[0]: {NO_STRING}, got 1"),
     ({"bad_words": ["a", ""]}, "bad_words", "bad_words[1]: string should have at least 1 character, got ''"),
     ({"bad_words": ["a", " "]}, "bad_words", "bad_words must each have a token, got ' '"),
     ({"bad_words": ["a" * 101]}, "bad_words",
@@ -277,7 +278,7 @@ REFUSED = [
      "bad_words: list should have at most 64 items after validation, not 65, got ['a', 'a', 'a', 'a', ...]"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids must hold a token id, got []"),
     ({"allowed_token_ids": [257]}, "allowed_token_ids", "allowed_token_ids: token ids must be in [0, 257), got 257"),
-    ({"allowed_token_ids": ["a"]}, "allowed_token_ids", f"allowed_token_ids[0]: {RULE} integer, got 'a'"),
+    ({"allowed_token_ids": ["a"]}, "allowed_token_ids", f"allowed_token_ids[0]: {NO_INTEGER}, got 'a'"),
     ({"allowed_token_ids": [0] * 1025}, "allowed_token_ids",
      "allowed_token_ids may have at most 1024 entries, got 1025"),
     ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids",
@@ -290,12 +291,12 @@ REFUSED = [
      "truncate_prompt_tokens must be -1 or in [1, 240], got -2"),
     ({"truncate_prompt_tokens": 1, "truncation_side": "middle"}, "truncation_side",
      "truncation_side: input should be 'left' or 'right', got 'middle'"),
-    ({"add_special_tokens": "no"}, "add_special_tokens", f"add_special_tokens: {RULE} boolean, got 'no'"),
-    ({"return_token_ids": 1}, "return_token_ids", f"return_token_ids: {RULE} boolean, got 1"),
+    ({"add_special_tokens": "no"}, "add_special_tokens", f"add_special_tokens: {NO_BOOLEAN}, got 'no'"),
+    ({"return_token_ids": 1}, "return_token_ids", f"return_token_ids: {NO_BOOLEAN}, got 1"),
     ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids",
-     f"return_tokens_as_token_ids: {RULE} boolean, got 1"),
+     f"return_tokens_as_token_ids: {NO_BOOLEAN}, got 1"),
     ({"spaces_between_special_tokens": 1}, "spaces_between_special_tokens",
-     f"spaces_between_special_tokens: {RULE} boolean, got 1"),
+     f"spaces_between_special_tokens: {NO_BOOLEAN}, got 1"),
     ({"request_id": ""}, "request_id", "request_id: string should have at least 1 character, got ''"),
     ({"request_id": "i" * 257}, "request_id",
      f"request_id: string should have at most 256 characters, got '{'i' * 27}...{'i' * 28}'"),
@@ -309,7 +310,9 @@ def test_what_is_refused(refusing_api: Api, route: str, fields: dict[str, Any], 
     response = getattr(refusing_api, route)(**body)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["message"]) == (400, param, message)
-    assert error["code"] == ("invalid_type" if RULE in message or "an array" in message else "invalid_value")
+    assert error["code"] == (
+        "invalid_type" if any(rule in message for rule in (*RULES, "an array")) else "invalid_value"
+    )
     assert refusing_api.engine.submitted == []
 
 
