@@ -13,6 +13,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_ROLE_LENGTH = 64
 CONTENT_RULE = "Input should be a string or a list of text parts"
 
+PART_RULE = "Input should be a text part: only text is served, also of a model that sees"
+NOT_TEXT = frozenset(
+    (
+        "audio",
+        "audio_url",
+        "file",
+        "image",
+        "image_url",
+        "input_audio",
+        "input_file",
+        "input_image",
+        "video",
+        "video_url",
+    )
+)
+"""The types of parts that OpenAI's interface and others have beside text."""
+
 
 class TextPart(_RequestModel):
     """A text of a message. Clients that know the Responses API send its names, too."""
@@ -33,13 +50,17 @@ class RefusalPart(_RequestModel):
         return self.refusal
 
 
-def _kind_of_part(value: Any) -> str:
+def _kind_of_part(value: Any) -> str | None:
+    """Return the tag of a part; None for one that a model would see or hear."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if isinstance(kind, str) and kind in NOT_TEXT:
+        return None
     return "[refusal]" if kind == "refusal" else "[text]"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(_kind_of_part)
+    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")],
+    Discriminator(_kind_of_part, custom_error_type="part_kind", custom_error_message=PART_RULE),
 ]
 
 

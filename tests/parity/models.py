@@ -15,7 +15,7 @@ from gptserve.weights.quantized.mxfp4 import packed_shapes
 
 def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving: Any) -> None:
     """Write a model of random weights large enough that logits differ clearly and equal ids mean something."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(0)
     spread = {} if "initializer_range" in fields else {"initializer_range": 0.2}
@@ -23,7 +23,7 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(model_type, **{**ends, **spread, **fields})
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = _class_of(config).from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:  # biases, norms and sinks begin as zeros and ones: a mix-up would not be seen
@@ -48,6 +48,14 @@ def pack_experts(folder: Path) -> None:
 
 
 def load_in_transformers(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    of_model = _class_of(AutoConfig.from_pretrained(folder))
+    return of_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _class_of(config: Any) -> Any:
+    """Return the class that makes the model, which may also see."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM

@@ -56,6 +56,23 @@ _ROPE_YARN = {
     "original_max_position_embeddings": 16,
 }
 
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_SEEING = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_QWENS_EYES = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+
+
+def _with_vision(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    return {"text_config": {**ends, "initializer_range": 0.2, **text}, "vision_config": vision}
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-1": ("openai-gpt", _GPT2),
     "GPT-1, untied": ("openai-gpt", {**_GPT2, "tie_word_embeddings": False}),
@@ -217,5 +234,30 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM, parallel, biases": (
         "stablelm",
         {**_LLAMA, "use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
+    ),
+    "Gemma 3 that sees, past its window": (
+        "gemma3",
+        {
+            **_with_vision(
+                {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 0}, _SEEING
+            ),
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "Mistral 3 that sees": (
+        "mistral3",
+        _with_vision(
+            {**_LLAMA, "model_type": "mistral", "head_dim": 24},
+            {**_SEEING, "model_type": "pixtral", "head_dim": 16},
+        ),
+    ),
+    "Qwen2-VL": ("qwen2_vl", _with_vision({**_LLAMA, **_MROPE}, {**_QWENS_EYES, "hidden_size": 64})),
+    "Qwen2.5-VL": ("qwen2_5_vl", _with_vision({**_LLAMA, **_MROPE}, _QWENS_EYES)),
+    "Qwen3-VL": (
+        "qwen3_vl",
+        {
+            **_with_vision({**_LLAMA, "head_dim": 16, **_MROPE}, {**_QWENS_EYES, "deepstack_visual_indexes": [0]}),
+            "tie_word_embeddings": True,
+        },
     ),
 }

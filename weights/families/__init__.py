@@ -43,6 +43,8 @@ from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
 from gptserve.weights.families.starcoder2 import STARCODER2
+from gptserve.weights.families.with_vision import GEMMA3 as GEMMA3_WITH_VISION
+from gptserve.weights.families.with_vision import MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized import stored_types
@@ -54,7 +56,7 @@ FAMILIES: dict[str, Family] = {
         *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, OPT, BLOOM, MPT, XGLM),
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO, OLMO2, OLMO3, GPT_OSS),
         *(ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, SEED_OSS, SMOLLM3, STABLELM, STARCODER2),
-        *(MIXTRAL, QWEN3_MOE, NANOCHAT, NANOGPT),
+        *(MIXTRAL, QWEN3_MOE, GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
     )
 }
 
@@ -64,8 +66,8 @@ ENCODERS = (
 )
 ENCODER_DECODERS = ("bart", "led", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper")
 WITH_IMAGES = (
-    *("blip-2", "gemma3", "idefics", "idefics2", "idefics3", "internvl", "llama4", "llava", "llava_next", "mistral3"),
-    *("mllama", "paligemma", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"),
+    *("blip-2", "idefics", "idefics2", "idefics3", "internvl", "llama4", "llava", "llava_next"),
+    *("mllama", "paligemma", "pixtral", "smolvlm"),
 )
 WHY_REFUSED = {
     ENCODERS: (
@@ -136,7 +138,7 @@ def load_config(folder: Path, doubtful_keys: DoubtfulKeys = "accept") -> ModelCo
     config = family.read_config(raw)
     path = folder / "generation_config.json"
     generation = RawConfig(read_json_object(path, InvalidConfigError, required=False), path.name)
-    eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
+    eos_token_ids = config.eos_token_ids + raw.token_ids("eos_token_id", config.vocab_size)
     eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
     tokenizer_eos_id = eos_token_id(folder)
     if tokenizer_eos_id is not None and tokenizer_eos_id < config.vocab_size:
@@ -146,5 +148,5 @@ def load_config(folder: Path, doubtful_keys: DoubtfulKeys = "accept") -> ModelCo
     return replace(
         config,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        bos_token_id=bos_token_ids[0] if bos_token_ids else config.bos_token_id,
     )

@@ -18,7 +18,7 @@ Scaled = tuple[Rotary, int]
 """Frequencies, and the longest context that they are made for."""
 
 _ORIGINAL = "original_max_position_embeddings"
-_UNUSED = ("finetuned", "mrope_section")
+_UNUSED = ("finetuned", "mrope_section", "mrope_interleaved")
 """How the model was made, and the split of positions for images: text has one position in all three parts."""
 
 
@@ -171,6 +171,7 @@ def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, original: in
 _SCALINGS: dict[str, Callable[[RawConfig, Frequencies, float, int, int], Scaled]] = {
     "default": _plain,
     "dynamic": _plain,
+    "mrope": _plain,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

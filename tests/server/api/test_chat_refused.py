@@ -27,7 +27,7 @@ def check(api: Api, body: dict[str, Any], status: int, code: str, param: str | N
     assert api.engine.submitted == []
 
 
-TYPES = "input should be 'text', 'input_text' or 'output_text'"
+ONLY_TEXT = "input should be a text part: only text is served, also of a model that sees"
 CONTENT = "input should be a string or a list of text parts"
 INVALID_TYPES = [
     ({"messages": "hi"}, "messages", "messages: input should be an array, got 'hi'"),
@@ -54,9 +54,9 @@ INVALID_VALUES = [
     ({"messages": [{"role": "assistants", "content": "x"}]}, "messages",
      "messages[0].role: unknown role 'assistants'; did you mean assistant?"),
     ({"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}, "messages",
-     f"messages[1].content[1].type: {TYPES}, got 'image_url'"),
+     f"messages[1].content[1]: {ONLY_TEXT}, got {{'type': 'image_url'}}"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages",
-     f"messages[0].content[0].type: {TYPES}, got 'input_audio'"),
+     f"messages[0].content[0]: {ONLY_TEXT}, got {{'type': 'input_audio'}}"),
     ({"max_completion_tokens": 0}, "max_completion_tokens",
      "max_completion_tokens must be at least 1, got 0"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),

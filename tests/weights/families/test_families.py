@@ -42,7 +42,7 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ("roberta", "roberta is an encoder: it reads text in both directions and cannot continue it"),
         ("t5", "t5 is an encoder-decoder: .* cannot continue it; use transformers for it"),
         ("llava", "llava reads images beside text, and only text is read here; use a text model of its lineage"),
-        ("gemma3", "gemma3 reads images beside text"),
+        ("paligemma", "paligemma reads images beside text"),
         ("mamba\n", r"config\.json: model_type 'mamba\\n' is not supported"),
     ],
 )
@@ -273,10 +273,38 @@ def test_gpt_neos_layers_must_be_as_many_as_there_are_and_agree(fields: dict[str
         load_neo(tmp_path, **fields)
 
 
+def load_raw(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_config(folder)
+
+
 def load_neo(folder: Path, **fields: Any) -> ModelConfig:
     sizes = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 16}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt_neo", **sizes, **fields}))
     return load_config(folder)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_what_a_text_config_does_not_name_is_as_in_transformers(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    whole = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+    ends = {
+        name: whole["text_config"][name] for name in ("eos_token_id", "bos_token_id") if name in whole["text_config"]
+    }
+    kind = {"model_type": whole["text_config"]["model_type"]}
+
+    assert load_raw(tmp_path, {"model_type": model_type, "text_config": {**kind, **ends}}) == load_raw(tmp_path, whole)
+
+
+def test_a_qwen_that_sees_is_read_in_its_older_form(tmp_path: Path) -> None:
+    model_type, fields = SHAPES["Qwen2-VL"]
+    flat = {name: value for name, value in fields["text_config"].items() if name != "rope_parameters"}
+    flat |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "vision_config": {}}
+
+    assert load_raw(tmp_path, {**flat, "model_type": model_type}) == load_raw(
+        tmp_path, {**fields, "model_type": model_type}
+    )
 
 
 def test_bloom_is_read_under_its_older_names(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The text of models that also see: Gemma 3, Qwen2-VL, 2.5-VL and 3-VL, Mistral 3. What sees is left out.
+
+Their text models are those of other families. config.json has their fields in `text_config`, where those that are
+absent have the defaults of transformers' class; older files of Qwen have them beside the others. Text has one position
+in all three parts of Qwen's rotation, so this is the usual one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families.family import Family, RawConfig
+from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
+from gptserve.weights.families.mistral import MISTRAL
+from gptserve.weights.families.qwen import QWEN2, QWEN3
+
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+OF_IMAGES = (
+    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+    *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
+)
+IGNORED = r"(visual|vision_tower|vision_model|multi_modal_projector)\..*"
+
+
+def _text_of(model_type: str, text_family: Family, *, tied_head: bool, **defaults: object) -> Family:
+    """Return the family of a model with a text model of `text_family`.
+
+    `tied_head` and `defaults` are those of transformers' classes, for the whole and for the text.
+    """
+    return Family(
+        model_type,
+        _reader(text_family, tied_head, defaults),
+        text_family.sources,
+        PREFIXES,
+        f"{text_family.ignored}|{IGNORED}",
+    )
+
+
+def _reader(text_family: Family, tied_head: bool, defaults: dict[str, object]) -> Callable[[RawConfig], ModelConfig]:
+    def read(raw: RawConfig) -> ModelConfig:
+        raw.skip(*OF_IMAGES)
+        text = raw.section("text_config") if "text_config" in raw else raw
+        if text is raw and "hidden_size" not in raw:
+            raise raw.error("text_config", "an object")
+        is_tied = raw.boolean("tie_word_embeddings", default=tied_head)
+        text.default(replaces_null=False, model_type=text_family.model_type, **defaults)
+        config = replace(text_family.read_config(text), model_type=raw.text("model_type"), tied_head=is_tied)
+        bos_token_ids = text.token_ids("bos_token_id", config.vocab_size)
+        return replace(
+            config,
+            eos_token_ids=text.token_ids("eos_token_id", config.vocab_size),
+            bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        )
+
+    return read
+
+
+_QWEN2_VL: dict[str, object] = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+GEMMA3 = _text_of(
+    "gemma3",
+    GEMMA3_TEXT,
+    tied_head=True,
+    vocab_size=262_208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    max_position_embeddings=131_072,
+    sliding_window=4096,
+)
+QWEN2_VL = _text_of("qwen2_vl", QWEN2, tied_head=False, **_QWEN2_VL)
+QWEN2_5_VL = _text_of("qwen2_5_vl", QWEN2, tied_head=False, **_QWEN2_VL)
+QWEN3_VL = _text_of(
+    "qwen3_vl",
+    QWEN3,
+    tied_head=False,
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=22_016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=128_000,
+    rope_theta=500_000.0,
+)
+MISTRAL3 = _text_of(
+    "mistral3",
+    MISTRAL,
+    tied_head=True,
+    vocab_size=131_072,
+    hidden_size=5120,
+    intermediate_size=32_768,
+    num_hidden_layers=40,
+    num_attention_heads=32,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope_theta=1_000_000_000.0,
+    sliding_window=None,
+)
