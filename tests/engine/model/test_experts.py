@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,19 +14,28 @@ from gptserve.engine.model.linear import Linear
 from gptserve.weights.config import Experts
 from tests.engine.backends.cpu import onednn
 
+PAIRS = {
+    (NativeLinear, 1, torch.float32, 2),
+    (NativeLinear, 8, torch.bfloat16, 1),
+    (PackedLinear, 1, torch.bfloat16, 1),
+    (PackedLinear, 8, torch.float32, 2),
+}
+"""Each value beside each other one, but for the dtype and the threads; the slow tests have all combinations."""
+CASES = [
+    pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow)
+    for case in product((NativeLinear, PackedLinear), (1, 2, 4, 8), (torch.float32, torch.bfloat16), (1, 2))
+]
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_active", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
-@pytest.mark.parametrize("product", [NativeLinear, PackedLinear])
+
+@pytest.mark.parametrize(("kind", "num_active", "dtype", "num_threads"), CASES)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    product: type[NativeLinear | PackedLinear], num_active: int, dtype: torch.dtype, num_threads: int
+    kind: type[NativeLinear | PackedLinear], num_active: int, dtype: torch.dtype, num_threads: int
 ) -> None:
-    if not (native.is_available() if product is NativeLinear else has_onednn()):
+    if not (native.is_available() if kind is NativeLinear else has_onednn()):
         pytest.skip("the library is not built, or torch has no oneDNN")
-    if product is PackedLinear and dtype is torch.bfloat16 and not onednn.has_bf16:
+    if kind is PackedLinear and dtype is torch.bfloat16 and not onednn.has_bf16:
         pytest.skip("oneDNN has no bf16 for this CPU")
-    linears: list[Linear] = [product(torch.randn(out, 96, dtype=dtype), None) for out in (12, *[96] * 12)]
+    linears: list[Linear] = [kind(torch.randn(out, 96, dtype=dtype), None) for out in (12, *[96] * 12)]
     router, *experts = linears
     mixture, x = MixtureOfExperts(Experts(12, num_active), router, experts), torch.randn(33, 96, dtype=dtype)
     before = torch.get_num_threads()

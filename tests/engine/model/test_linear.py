@@ -243,7 +243,7 @@ def test_a_row_of_native_has_the_same_bits_among_any_others(kind: Kind, seed: in
     plain, added = linear(x), linear(x, residual)
     for num_threads in (1, 2, 3, 7):
         native.set_num_threads(num_threads)
-        for num_rows in (1, 2, *draw.sample(range(3, 300), 20), 300):
+        for num_rows in (1, 2, *draw.sample(range(3, 300), 20 if seed else 8), 300):
             assert torch.equal(linear(x[:num_rows]), plain[:num_rows]), num_rows
             some = torch.tensor(draw.sample(range(300), num_rows))
             assert torch.equal(linear(x[some], residual[some]), added[some]), num_rows
