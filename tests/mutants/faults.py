@@ -165,6 +165,14 @@ FAULTS = (
         ("tests/engine/backends/gpu/test_token_counts.py",),
         "after a step that failed its token stays in the counts for penalties",
     ),
+    Fault(
+        "any_proof_is_trusted",
+        "engine/backends/gpu/selfcheck/proofs.py",
+        "if _read(path) == proof.encode():",
+        "if _read(path) is not None:",
+        ("tests/engine/backends/gpu/selfcheck/test_proofs.py",),
+        "a damaged file passes for the proof that a GPU's kernel computes right",
+    ),
     # engine/runner
     Fault(
         "prompt_logprobs_shifted",
