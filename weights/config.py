@@ -132,6 +132,8 @@ class ModelConfig:
     """The parallel residual has one norm for both: n' is n."""
     tied_head: bool = True
     head_bias: bool = False
+    logit_scale: float = 1.0
+    """The factor of the logits, before a cap. It needs a final norm with weights and a head without bias."""
     logit_softcap: float | None = None
 
     eos_token_ids: tuple[int, ...] = ()

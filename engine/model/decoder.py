@@ -118,7 +118,7 @@ class Decoder:
         self.program: Program | None = None
         """What computes whole steps, to the logits; None where only this decoder can."""
         has_final_norm = config.norm_placement != "sum"
-        self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
+        self._final_norm = take_norm(config, source, "final_norm", config.logit_scale) if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         self._head, self._embedding = early or take_head(config, source, self._embedding)
         source.end()

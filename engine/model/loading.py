@@ -51,12 +51,17 @@ class StreamedTensors:
         self._tensors = iter(())
 
 
-def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
-    """Return the norm of this name."""
+def take_norm(config: ModelConfig, source: StreamedTensors, name: str, scale: float = 1.0) -> Norm:
+    """Return the norm of this name, multiplied by `scale`: its weights are, exactly for powers of 2."""
     weight = source.take(f"{name}.weight") if config.norm_weight else None
     bias = source.take(f"{name}.bias") if config.norm_bias else None
     if weight is not None and config.norm == "rmsnorm":
         weight = weight.float() + config.norm_weight_offset
+    elif weight is not None and config.norm_weight_offset:
+        weight = weight + config.norm_weight_offset
+    if scale != 1:
+        assert weight is not None
+        weight, bias = weight * scale, None if bias is None else bias * scale
     norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps, source.operations.normalize)
     return norm
 

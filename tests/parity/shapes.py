@@ -260,4 +260,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "Command R": ("cohere", {**_LLAMA, "pad_token_id": 0, "logit_scale": 0.25}),
+    "Command R7B, past its window": (
+        "cohere2",
+        {**_DEEP, "head_dim": 16, "pad_token_id": 0, "sliding_window": 11, "logit_scale": 0.3},
+    ),
+    "Granite": (
+        "granite",
+        {
+            **_LLAMA,
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),
 }

@@ -12,6 +12,7 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 from gptserve.weights.families.arcee import ARCEE
 from gptserve.weights.families.bloom import BLOOM
+from gptserve.weights.families.cohere import COHERE, COHERE2
 from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.cwm import CWM
 from gptserve.weights.families.ernie4_5 import ERNIE4_5
@@ -25,6 +26,7 @@ from gptserve.weights.families.gpt_neo import GPT_NEO
 from gptserve.weights.families.gpt_neox import GPT_NEOX
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.gptj import GPTJ
+from gptserve.weights.families.granite import GRANITE
 from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
@@ -32,6 +34,7 @@ from gptserve.weights.families.mixtral import MIXTRAL
 from gptserve.weights.families.mpt import MPT
 from gptserve.weights.families.nanochat import NANOCHAT
 from gptserve.weights.families.nanogpt import NANOGPT
+from gptserve.weights.families.nemotron import NEMOTRON
 from gptserve.weights.families.olmo import OLMO, OLMO2, OLMO3
 from gptserve.weights.families.openai_gpt import OPENAI_GPT
 from gptserve.weights.families.opt import OPT
@@ -55,7 +58,23 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, OPT, BLOOM, MPT, XGLM),
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO, OLMO2, OLMO3, GPT_OSS),
-        *(ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, GLM4, HELIUM, SEED_OSS, SMOLLM3, STABLELM, STARCODER2),
+        *(
+            COHERE,
+            COHERE2,
+            GRANITE,
+            NEMOTRON,
+            ARCEE,
+            CWM,
+            ERNIE4_5,
+            EXAONE4,
+            GLM,
+            GLM4,
+            HELIUM,
+            SEED_OSS,
+            SMOLLM3,
+            STABLELM,
+            STARCODER2,
+        ),
         *(MIXTRAL, QWEN3_MOE, GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
     )
 }

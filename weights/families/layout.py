@@ -143,13 +143,14 @@ def heads_together(layer: LayerConfig) -> RowOrder:
     return tuple((h * 3 + part) * size + d for part in range(3) for h in range(heads) for d in range(size))
 
 
-def halves_apart(layer: LayerConfig) -> tuple[int, ...]:
+def halves_apart(layer: LayerConfig) -> RowOrder:
     """Return the row order of a fused projection whose rotary pairs are neighbours, (x[2i], x[2i + 1]).
 
     The canonical pairs are half of the rotated dimensions apart. Queries and keys are permuted alike, so their products
-    stay the same.
+    stay the same. Without a rotation the rows are in order: None.
     """
-    assert layer.rotary is not None
+    if layer.rotary is None:
+        return None
     rotated = 2 * len(layer.rotary.inv_freqs)
     turned = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, layer.head_size)]
     num_turned = layer.num_heads + layer.num_kv_heads

@@ -273,9 +273,9 @@ def test_an_unknown_key_is_refused_by_name_with_its_value(model_type: str, tmp_p
     load(tmp_path, raw)
     for value in (3, 0.5, True, "on", [1], {"a": 1}):
         with pytest.raises(UnsupportedModelError) as caught:
-            load(tmp_path, raw | {"residual_multiplier": value})
+            load(tmp_path, raw | {"residual_factor": value})
         assert str(caught.value) == (
-            f"config.json sets `residual_multiplier` to {value!r}, which gptserve does not know and which may "
+            f"config.json sets `residual_factor` to {value!r}, which gptserve does not know and which may "
             "change what is computed; remove it from the file if you know that it changes nothing"
         )
 

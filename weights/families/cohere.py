@@ -1,0 +1,46 @@
+"""Command R: attention and feed-forward side by side after one LayerNorm, scaled logits. Command R7B and A: windows on
+three layers of four, and positions on these alone.
+
+Cohere, "Command A: An Enterprise-Ready Large Language Model" (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import Family, RawConfig, with_windows
+from gptserve.weights.families.llama import IGNORED, NAMES, read_llama_config
+
+PATTERN = 4  # every fourth layer has no window
+
+
+def _read_cohere(raw: RawConfig) -> ModelConfig:
+    raw.default(rope_theta=500_000.0)
+    raw.forbid("use_qk_norm", False, "normalised queries and keys, as Command R+ has them, are not supported")
+    return _read_shared(raw)
+
+
+def _read_cohere2(raw: RawConfig) -> ModelConfig:
+    raw.default(sliding_window=4096)
+    pattern = raw.size("sliding_window_pattern", default=PATTERN)
+    config = with_windows(raw, _read_shared(raw), lambda layer: (layer + 1) % pattern > 0)
+    return config.change_layers(lambda layer: layer if layer.window is not None else replace(layer, rotary=None))
+
+
+def _read_shared(raw: RawConfig) -> ModelConfig:
+    raw.default(tie_word_embeddings=True)
+    return replace(
+        read_llama_config(raw),
+        parallel_residual=True,
+        shared_norm=True,
+        norm="layernorm",
+        norm_eps=raw.positive("layer_norm_eps", default=1e-5),
+        logit_scale=raw.positive("logit_scale", default=0.0625),
+    )
+
+
+_sources = layout.decoder(NAMES, qkv_order=layout.halves_apart)
+COHERE = Family("cohere", _read_cohere, _sources, ignored=IGNORED)
+COHERE2 = Family("cohere2", _read_cohere2, _sources, ignored=IGNORED)
