@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
 from gptserve.weights.families.mistral import MISTRAL
@@ -46,7 +47,13 @@ def _reader(text_family: Family, tied_head: bool, defaults: dict[str, object]) -
             raise raw.error("text_config", "an object")
         is_tied = raw.boolean("tie_word_embeddings", default=tied_head)
         text.default(replaces_null=False, model_type=text_family.model_type, **defaults)
-        config = replace(text_family.read_config(text), model_type=raw.text("model_type"), tied_head=is_tied)
+        found, outer = text.text("model_type"), raw.text("model_type")
+        if found not in (text_family.model_type, outer, f"{outer}_text"):
+            raise UnsupportedModelError(
+                f"config.json: text_config: model_type must be {text_family.model_type}, got {shown(found)}: the text "
+                f"of {outer} is read as that alone"
+            )
+        config = replace(text_family.read_config(text), model_type=outer, tied_head=is_tied)
         bos_token_ids = text.token_ids("bos_token_id", config.vocab_size)
         return replace(
             config,

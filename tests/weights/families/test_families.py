@@ -297,6 +297,17 @@ def test_what_a_text_config_does_not_name_is_as_in_transformers(model_type: str,
     assert load_raw(tmp_path, {"model_type": model_type, "text_config": {**kind, **ends}}) == load_raw(tmp_path, whole)
 
 
+def test_the_text_of_another_model_is_refused(tmp_path: Path) -> None:
+    _, fields = SHAPES["Mistral 3 that sees"]
+    fields = {**fields, "text_config": {**fields["text_config"], "model_type": "ministral3"}}
+
+    with pytest.raises(
+        UnsupportedModelError,
+        match="text_config: model_type must be mistral, got 'ministral3': the text of mistral3 is read as that alone",
+    ):
+        load_raw(tmp_path, {**fields, "model_type": "mistral3"})
+
+
 def test_a_qwen_that_sees_is_read_in_its_older_form(tmp_path: Path) -> None:
     model_type, fields = SHAPES["Qwen2-VL"]
     flat = {name: value for name, value in fields["text_config"].items() if name != "rope_parameters"}
