@@ -26,7 +26,7 @@ from gptserve.weights.families.gpt_neo import GPT_NEO
 from gptserve.weights.families.gpt_neox import GPT_NEOX
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.gptj import GPTJ
-from gptserve.weights.families.granite import GRANITE
+from gptserve.weights.families.granite import GRANITE, GRANITE_MOE
 from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
@@ -36,6 +36,7 @@ from gptserve.weights.families.nanochat import NANOCHAT
 from gptserve.weights.families.nanogpt import NANOGPT
 from gptserve.weights.families.nemotron import NEMOTRON
 from gptserve.weights.families.olmo import OLMO, OLMO2, OLMO3
+from gptserve.weights.families.olmoe import OLMOE
 from gptserve.weights.families.openai_gpt import OPENAI_GPT
 from gptserve.weights.families.opt import OPT
 from gptserve.weights.families.phi import PHI
@@ -75,7 +76,8 @@ FAMILIES: dict[str, Family] = {
             STABLELM,
             STARCODER2,
         ),
-        *(MIXTRAL, QWEN3_MOE, GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
+        *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE),
+        *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
     )
 }
 

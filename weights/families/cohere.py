@@ -15,6 +15,18 @@ from gptserve.weights.families.llama import IGNORED, NAMES, read_llama_config
 
 PATTERN = 4  # every fourth layer has no window
 
+AS_PUBLISHED: dict[str, object] = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+    "use_qk_norm": False,
+}
+"""Fields of Cohere's own code, which transformers does not read."""
+
 
 def _read_cohere(raw: RawConfig) -> ModelConfig:
     raw.default(rope_theta=500_000.0)
@@ -24,7 +36,10 @@ def _read_cohere(raw: RawConfig) -> ModelConfig:
 
 def _read_cohere2(raw: RawConfig) -> ModelConfig:
     raw.default(sliding_window=4096)
-    pattern = raw.size("sliding_window_pattern", default=PATTERN)
+    for name, value in AS_PUBLISHED.items():
+        raw.forbid(name, value, "no published model has another")
+    pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))
+    raw.forbid("layer_switch", pattern, "it is another name of sliding_window_pattern")
     config = with_windows(raw, _read_shared(raw), lambda layer: (layer + 1) % pattern > 0)
     return config.change_layers(lambda layer: layer if layer.window is not None else replace(layer, rotary=None))
 

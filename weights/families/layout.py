@@ -106,9 +106,14 @@ def with_experts(
                 parts = [(part.format(number, e), ffn) for part in up]
                 found |= linear(f"{block}experts.{e}.ffn_up", parts, hidden, bias=bias)
                 found |= linear(f"{block}experts.{e}.ffn_down", [(down.format(number, e), hidden)], ffn, bias=bias)
-        return dict(sorted(found.items(), key=lambda entry: _place(entry[0])))
+        return in_order(found)
 
     return sources
+
+
+def in_order(sources: dict[str, Source]) -> dict[str, Source]:
+    """Return sources in the order in which a decoder takes them, block by block."""
+    return dict(sorted(sources.items(), key=lambda entry: _place(entry[0])))
 
 
 def _place(name: str) -> int:

@@ -34,8 +34,8 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(config, layers=tuple(layers))
 
 
-_sources = layout.with_experts(
+qwen_moe_sources = layout.with_experts(
     llama_sources, "layers.{}.mlp.gate", (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"), f"{_EXPERT}down_proj"
 )
 
-QWEN3_MOE = Family("qwen3_moe", _read_config, _sources, ignored=IGNORED)
+QWEN3_MOE = Family("qwen3_moe", _read_config, qwen_moe_sources, ignored=IGNORED)
