@@ -163,6 +163,18 @@ def _starcoder2(keys: Keys) -> Fields:
     return {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": 4096}
 
 
+def _phi3(keys: Keys) -> Fields:
+    head_size = keys.size("attention.key_length", keys.size("embedding_length") // keys.size("attention.head_count"))
+    num_rotated, context = keys.size("rope.dimension_count", head_size), keys.size("context_length")
+    return {
+        "hidden_act": "silu",
+        "head_dim": head_size,
+        "sliding_window": keys.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length", context),
+        **({} if num_rotated == head_size else {"partial_rotary_factor": num_rotated / head_size}),
+    }
+
+
 def _scalar(keys: Keys, layers_of_largest: int) -> int:
     """Return what scores are divided by the root of: the head's size, but in the largest Gemmas the share of a head."""
     if keys.size("block_count") == layers_of_largest:
@@ -237,6 +249,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "smollm3": Architecture("smollm3", _silu, pairs_heads=True),
     "arcee": Architecture("arcee", _arcee, pairs_heads=True),
+    "phi3": Architecture(
+        "phi3", _phi3, layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
     "olmo2": Architecture("olmo2", _silu, layer=_LAYER | _OLMO2),
     "starcoder2": Architecture(
         "starcoder2",
@@ -251,7 +266,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 MAX_TENSORS = 2**18
 """Each expert's counts."""
-_UNREAD_TENSORS = ("rope_freqs.weight",)
+_UNREAD_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """What rope.py reads of them is in config.json."""
 _OWN_SIZES = ("gpt2",)
 """Families whose sizes have names of their own."""

@@ -118,7 +118,7 @@ class _Reader:
     def _value(self, kind: int) -> Value:
         if kind in _NUMBERS:
             value = self._number(_NUMBERS[kind])
-            return _shortest(value) if kind == _FLOAT else value
+            return shortest(value) if kind == _FLOAT else value
         if kind == _TEXT:
             return self._text(MAX_TEXT_BYTES)
         if kind != _ARRAY:
@@ -157,7 +157,7 @@ class _Reader:
         return InvalidCheckpointError(f"{self._path} {what}")
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """Return the number of fewest digits that is this one in fp32: 1e-5 was written as 9.99999974e-06."""
     if math.isfinite(value):
         for digits in range(1, 9):

@@ -1,4 +1,4 @@
-"""The rotary fields of config.json from a GGUF file's keys, and from the factors that Llama 3.1's files have.
+"""The rotary fields of config.json from a GGUF file's keys, and from the factors that Llama 3.1 and LongRoPE have.
 
 Torch-free. architectures.py calls it.
 """
@@ -10,11 +10,12 @@ import struct
 from typing import Any
 
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, shown
-from gptserve.weights.gguf.reader import Header
+from gptserve.weights.gguf.reader import Header, shortest
 
 LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 """Those of all published Llamas since 3.1: a file has only the factors that follow from them."""
 _TOLERANCE = 1e-4
+MAX_FACTORS = 2**12
 
 
 def rope_fields(header: Header, architecture: str) -> dict[str, Any]:
@@ -33,23 +34,31 @@ def rope_fields(header: Header, architecture: str) -> dict[str, Any]:
         fields["rope_scaling"] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             fields["rope_scaling"]["original_max_position_embeddings"] = keys.get("scaling.original_context_length")
-    elif kind != "none":
+    elif kind not in ("none", "longrope"):
         raise UnsupportedModelError(f"{header.path}: {architecture}.rope.scaling.type {shown(kind)} is not read")
+    if "rope_factors_short.weight" in header.tensors:  # of LongRoPE, whatever its key says
+        names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+        fields["rope_scaling"] = {"rope_type": "longrope"} | {name: _vector(header, of) for name, of in names.items()}
     if "rope_freqs.weight" in header.tensors:
         fields["rope_scaling"] = _llama3(header, theta)
     return fields
 
 
-def _llama3(header: Header, theta: object) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1 that has these factors of the wavelengths. Raises UnsupportedModelError."""
-    tensor = header.tensors["rope_freqs.weight"]
-    if tensor.dtype != "F32" or len(tensor.shape) != 1 or not isinstance(theta, float) or theta <= 0:
-        raise InvalidCheckpointError(
-            f"{header.path}: rope_freqs.weight must be a vector in F32 with a frequency base above 0"
-        )
+def _vector(header: Header, name: str) -> list[float]:
+    """Return a tensor of few numbers. Raises InvalidCheckpointError."""
+    tensor = header.tensors.get(name)
+    if tensor is None or tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
+        raise InvalidCheckpointError(f"{header.path}: {name} must be a vector in F32 of at most {MAX_FACTORS} numbers")
     with tensor.path.open("rb") as file:
         file.seek(tensor.start)
-        factors = struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))
+        return [shortest(factor) for factor in struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))]
+
+
+def _llama3(header: Header, theta: object) -> dict[str, Any]:
+    """Return the scaling of Llama 3.1 that has these factors of the wavelengths. Raises UnsupportedModelError."""
+    factors = _vector(header, "rope_freqs.weight")
+    if not isinstance(theta, float) or theta <= 0:
+        raise InvalidCheckpointError(f"{header.path}: rope_freqs.weight needs a base above 0, got {shown(theta)}")
     factor = max(factors)
     if not 0 < factor < math.inf:
         raise InvalidCheckpointError(

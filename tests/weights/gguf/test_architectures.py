@@ -42,6 +42,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**SHAPES["Llama"][1], "rope_parameters": {**_ROPE, "original_max_position_embeddings": 8192}},
     ),
+    "Phi-3": SHAPES["Phi-3, past its window"],
+    "Phi-3, LongRoPE": SHAPES["Phi-3, LongRoPE"],
+    "Phi-4 mini": (
+        "phi3",
+        {
+            **SHAPES["Phi-3, LongRoPE"][1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
     "StarCoder2": ("starcoder2", {**SHAPES["StarCoder2, past its window"][1], "sliding_window": 4096}),
     "Mixtral": ("mixtral", {**SHAPES["Mixtral, past its window"][1], "sliding_window": None}),
     "Qwen3 MoE": ("qwen3_moe", {**SHAPES["Qwen3 MoE, weights of all"][1], "norm_topk_prob": True}),

@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "arcee": MODEL_ARCH.ARCEE,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo2": MODEL_ARCH.OLMO2,
+    "phi3": MODEL_ARCH.PHI3,
     "starcoder2": MODEL_ARCH.STARCODER2,
     "gemma": MODEL_ARCH.GEMMA,
     "mixtral": MODEL_ARCH.LLAMA,
@@ -66,12 +67,17 @@ def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_size = config.get("head_dim") or hidden // heads
-    writer.add_rope_dimension_count(head_size)
+    rotated = int(head_size * config.get("rope_parameters", {}).get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
     rope = config.get("rope_parameters", {})
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "longrope":  # as llama.cpp's conversion/phi.py
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        for name in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
     if rope["rope_type"] == "llama3":  # as llama.cpp's conversion/llama.py
         waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_size, 2) / head_size)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -80,7 +86,7 @@ def add_sizes(writer: GGUFWriter, config: dict[str, Any]) -> None:
         between = 1 / ((1 - smooth) / rope["factor"] + smooth)
         factors = np.where(waves < context / high, 1, np.where(waves > context / low, rope["factor"], between))
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    if config["model_type"].startswith("gemma") and config["model_type"] != "gemma":
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
