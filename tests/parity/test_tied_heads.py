@@ -21,9 +21,15 @@ EMBEDS = {
     "gpt_neox": "gpt_neox.embed_in.weight",
     "openai-gpt": "transformer.tokens_embed.weight",
     "opt": "model.decoder.embed_tokens.weight",
+    "gemma3": "language_model.model.embed_tokens.weight",
+    "mistral3": "language_model.model.embed_tokens.weight",
+    "qwen3_vl": "model.language_model.embed_tokens.weight",
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"), "transformer.wte.weight"),
 }
-HEADS = {"gpt_neox": "embed_out.weight"}
+HEADS = {
+    "gpt_neox": "embed_out.weight",
+    **dict.fromkeys(("gemma3", "mistral3"), "language_model.lm_head.weight"),
+}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
 
 Change = Callable[[dict[str, Tensor], str, str], object]
