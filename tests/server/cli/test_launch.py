@@ -14,6 +14,9 @@ import pytest
 
 from tests.server.serving import LIMIT_S, MAIN, ROOT
 
+LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""A shell ignores it in what it runs in the background."""
+
 
 def left_of(session: int) -> list[psutil.Process]:
     """Return the processes of a session that do not end."""
@@ -29,7 +32,7 @@ def left_of(session: int) -> list[psutil.Process]:
 def test_a_signal_ends_the_command_and_its_server(name: str) -> None:
     """In a session of its own, which is killed if the test fails."""
     with subprocess.Popen(
-        [sys.executable, "-c", MAIN, "doctor", "storyteller"],
+        [sys.executable, "-c", f"{LISTEN}; {MAIN}", "doctor", "storyteller"],
         cwd=ROOT,
         env=os.environ | {"GPTSERVE_NUM_THREADS": "1", "GPTSERVE_DEVICE": "cpu"},
         stdout=subprocess.PIPE,
