@@ -245,11 +245,16 @@ def take_feed_forward(
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
-    router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", Affine(weight, bias))
+    out_dtype = None if experts.router.is_plain else torch.float32  # small differences of scores choose
+    affine = Affine(weight, bias, out_dtype=out_dtype)
+    router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", affine)
+    correction = None
+    if experts.router.has_correction:
+        correction = source.corrections[name] = source.take(f"{name}.router.correction")
     operations = source.operations
     if operations.experts is not None:
-        weights = stack(source.take, name, experts.num, config.ffn_bias)
-        return GroupedExperts(experts, router, weights, _activation(config, operations), operations.experts)
-    return MixtureOfExperts(
-        experts, router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num)]
-    )
+        weights = stack(source.take, name, experts.num_all, config.ffn_bias)
+        activate_ = _activation(config, operations)
+        return GroupedExperts(experts, router, weights, activate_, operations.experts, correction)
+    ffns = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num_all)]
+    return MixtureOfExperts(experts, router, ffns, correction)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.config import Experts, ModelConfig, Router
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig
 from gptserve.weights.families.llama import IGNORED, llama_sources
@@ -24,7 +24,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     if num * config.num_layers > MAX_EXPERTS:
         raise raw.error("num_experts", f"an integer in [1, {MAX_EXPERTS // config.num_layers}]")
     num_active = raw.size("num_experts_per_tok", default=8, limit=num)
-    experts = Experts(num, num_active, renormalised=raw.boolean("norm_topk_prob", default=False))
+    experts = Experts(num, num_active, Router(renormalised=raw.boolean("norm_topk_prob", default=False)))
     width = raw.size("moe_intermediate_size", default=768, limit=MAX_WIDTH)
     step, dense = raw.size("decoder_sparse_step", default=1), raw.token_ids("mlp_only_layers", config.num_layers)
     layers = [
