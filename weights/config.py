@@ -13,6 +13,7 @@ from typing import Literal
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["input", "output", "both", "sum"]
 Position = Literal["learned", "sinusoidal"]
+Score = Literal["softmax", "sigmoid"]
 Activation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh"]
 
 
@@ -35,7 +36,7 @@ class Router:
     chosen; their scores are their weights, divided by their sum if `renormalised`, and times `scale`.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Score = "softmax"
     has_correction: bool = False
     """A number of each expert is added to its score for the choice alone."""
     num_groups: int = 1

@@ -9,7 +9,6 @@ Shape letters: T rows, K experts of a row, P = T * K pairs of a row and an exper
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -17,29 +16,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.activation import sigmoid
-from gptserve.engine.model.linear import Linear
-from gptserve.weights.config import Experts, Router
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Returns the experts [T, K] of rows [T, hidden], and their fp32 weights; routing.py has it."""
 
 
 class MixtureOfExperts:
-    """The sum of the experts of a row, weighted, as `route` says.
+    """The weighted sum of the experts of a row.
 
     engine/backends/cpu/csrc/experts.cpp computes the same.
     """
 
-    def __init__(
-        self,
-        shape: Experts,
-        router: Linear,
-        experts: Sequence[Callable[[Tensor], Tensor]],
-        correction_E: Tensor | None = None,
-    ) -> None:
-        self._shape, self._router, self._experts, self._correction_E = shape, router, experts, correction_E
+    def __init__(self, route: Route, experts: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self._route, self._experts = route, experts
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        chosen_TK, weights_TK = route(self._shape, self._router(x), self._correction_E)
+        chosen_TK, weights_TK = self._route(x)
         parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
         # The host starts the chosen experts, so on a GPU this waits for the router.
         for e in sorted(set(chosen_TK.flatten().tolist())):
@@ -47,61 +39,6 @@ class MixtureOfExperts:
             parts_TKH[rows, ranks] = self._experts[e](x[rows]).float()
         y = (parts_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x.dtype)
         return y if residual is None else residual + y
-
-
-def route(shape: Experts, logits_TL: Tensor, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the experts [T, K] of each row, the shared ones last, and their fp32 weights; logits are [T, E] or more.
-
-    `correction_E`, fp32, is what the shape's router adds to scores for the choice.
-    """
-    logits_TE, router = logits_TL[:, : shape.num], shape.router
-    if router.is_plain:
-        top_TK, chosen_TK = choose(logits_TE, shape.num_active)
-        weights_TK = weigh(top_TK, logits_TE, renormalised=router.renormalised)
-    else:
-        scores_TE = logits_TE.float().softmax(-1) if router.score == "softmax" else sigmoid(logits_TE.float())
-        ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
-        _, chosen_TK = choose(_within_groups(router, ranked_TE), shape.num_active)
-        weights_TK = scores_TE.gather(1, chosen_TK)
-        if router.renormalised:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=router.min_sum)
-        weights_TK = weights_TK * router.scale
-    if not shape.num_shared:
-        return chosen_TK, weights_TK
-    size = len(logits_TL), shape.num_shared
-    shared_TK = torch.arange(shape.num, shape.num_all, device=logits_TL.device).expand(size)
-    gates_TK = (
-        sigmoid(logits_TL[:, shape.num :].float()).expand(size) if shape.has_shared_gate else weights_TK.new_ones(size)
-    )
-    return torch.cat([chosen_TK, shared_TK], 1), torch.cat([weights_TK, gates_TK], 1)
-
-
-def _within_groups(router: Router, ranked_TE: Tensor) -> Tensor:
-    """Return what ranks experts, -inf outside the groups of which a row chooses; of equal groups the first."""
-    if router.num_active_groups == router.num_groups:
-        return ranked_TE
-    ranked_TGE = ranked_TE.view(len(ranked_TE), router.num_groups, -1)
-    _, groups_TK = choose(choose(ranked_TGE, 2)[0].sum(-1), router.num_active_groups)
-    is_open_TG = torch.zeros(ranked_TGE.shape[:2], dtype=torch.bool, device=ranked_TE.device).scatter(
-        1, groups_TK, True
-    )
-    return ranked_TGE.masked_fill(~is_open_TG.unsqueeze(-1), -math.inf).flatten(1)
-
-
-def choose(logits_TE: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
-    """Return each row's highest logits in fp32 and their experts [T, K], the highest first; of equals the first expert.
-
-    NaN ranks above all numbers, so that it is not passed over.
-    """
-    found_TE, experts_TE = logits_TE.float().sort(dim=-1, descending=True, stable=True)
-    return found_TE[..., :num_active], experts_TE[..., :num_active]
-
-
-def weigh(top_TK: Tensor, logits_TE: Tensor, *, renormalised: bool) -> Tensor:
-    """Return the fp32 weights [T, K] of the highest logits: the softmax of these, or their part of that of all."""
-    if renormalised:
-        return top_TK.softmax(-1)
-    return (top_TK - logits_TE.float().logsumexp(-1, keepdim=True)).exp()
 
 
 class Routing(NamedTuple):
@@ -140,22 +77,19 @@ class GroupedExperts:
 
     def __init__(
         self,
-        shape: Experts,
-        router: Linear,
+        route: Route,
         weights: dict[str, Tensor],
         activate: Callable[[Tensor], Tensor],
         products: ExpertProducts,
-        correction_E: Tensor | None = None,
     ) -> None:
         """Take `weights` of `stack`; `activate` maps an output of ffn_up to an input of ffn_down."""
-        self._shape, self._router, self._weights = shape, router, weights
-        self._activate, self._products, self._correction_E = activate, products, correction_E
+        self._route, self._weights, self._activate, self._products = route, weights, activate, products
         up = weights["ffn_up.weight"]
         self._bounds_E1 = torch.arange(len(up) + 1, device=up.device)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        chosen_TK, weights_TK = route(self._shape, self._router(x), self._correction_E)
+        chosen_TK, weights_TK = self._route(x)
         experts_P, pairs_P = chosen_TK.flatten().sort(stable=True)
         routing = Routing(pairs_P, torch.searchsorted(experts_P, self._bounds_E1, out_int32=True))
         h = self._activate(self._multiply(x, "ffn_up", routing, x.dtype))

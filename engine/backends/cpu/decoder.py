@@ -346,7 +346,7 @@ class _Writer:
     def _router(self, name: str, experts: Mixture) -> Router:
         router = experts.router
         return Router(
-            correction=self._address(self._parts.corrections[name]) if router.has_correction else None,
+            correction=self._address(self._parts.corrections[f"{name}.router"]) if router.has_correction else None,
             num_groups=router.num_groups,
             num_active_groups=router.num_active_groups,
             min_sum=router.min_sum,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear, has_onednn
-from gptserve.engine.model.experts import MixtureOfExperts, choose, route
+from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.linear import Linear
+from gptserve.engine.model.routing import choose, route
 from gptserve.weights.config import Experts, Router
 from tests.engine.backends.cpu import onednn
 
@@ -57,7 +58,10 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
         pytest.skip("oneDNN has no bf16 for this CPU")
     linears: list[Linear] = [kind(torch.randn(out, 96, dtype=dtype), None) for out in (12, *[96] * 12)]
     router, *experts = linears
-    mixture, x = MixtureOfExperts(Experts(12, num_active), router, experts), torch.randn(33, 96, dtype=dtype)
+    mixture, x = (
+        MixtureOfExperts(lambda x: route(Experts(12, num_active), router(x)), experts),
+        torch.randn(33, 96, dtype=dtype),
+    )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads)

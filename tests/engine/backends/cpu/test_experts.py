@@ -18,6 +18,7 @@ from gptserve.engine.backends.cpu.program import Experts, Gate, Program, route_b
 from gptserve.engine.backends.cpu.program import Router as RouterData
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import MixtureOfExperts
+from gptserve.engine.model.routing import route
 from gptserve.weights.config import Experts as Choice
 from gptserve.weights.config import Router
 
@@ -86,9 +87,7 @@ class Mixture:
             return lambda x: down(gated(up(x), "relu", LIMIT) if self.shape.is_gated else up(x))
 
         experts = [expert(*linears) for linears in self.experts]
-        return MixtureOfExperts(self.shape.choice, lambda x, residual=None: scores, experts, self.correction)(
-            x, residual
-        )
+        return MixtureOfExperts(lambda x: route(self.shape.choice, scores, self.correction), experts)(x, residual)
 
     def __call__(self, x: Tensor, scores: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixtures of rows; nothing behind them may be written in any buffer."""
