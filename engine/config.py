@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.scheduling.ngram import MAX_NGRAM, MIN_NGRAM
+from gptserve.weights.pooling import Task
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -29,7 +30,8 @@ class EngineConfig:
     speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off. enforce_eager
     turns off the CUDA graphs of decoding steps. Without overlap the host plans no step while a GPU computes another.
     batch_invariant asks for answers that do not depend on the batch; a CPU gives such answers without it. An engine
-    that cannot does not start. strict_config refuses a config.json with any key that is not known.
+    that cannot does not start. strict_config refuses a config.json with any key that is not known. task says
+    which requests the engine takes: completions, or those for vectors, which need no head.
     """
 
     model_dir: Path
@@ -54,9 +56,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     speculative_ngram: int = 0
     strict_config: bool = False
+    task: Task = "generate"
 
     def __post_init__(self) -> None:
-        for name, kind in (("device", Device), ("dtype", DType), ("attention_backend", AttentionBackendName)):
+        kinds = {"device": Device, "dtype": DType, "attention_backend": AttentionBackendName, "task": Task}
+        for name, kind in kinds.items():
             choices = get_args(kind)
             self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         quantizations = get_args(Quantization)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,8 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.info import EngineInfo
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.parallel.ranks import Ranks
-from gptserve.engine.request import MASKS, MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenLogprobs, TokenOutput
+from gptserve.engine.pooling import AnyRequest, PoolingRequest
+from gptserve.engine.request import MASKS, MAX_SCORES_PER_OUTPUT, FinishReason, TokenLogprobs, TokenOutput
 from gptserve.engine.runner.overlap import RunningStep, Steps
 from gptserve.engine.runner.probe import NOT_FINITE, may_overlap, warm_up
 from gptserve.engine.runner.runner import ModelRunner
@@ -102,10 +104,13 @@ class Engine:
             num_cached_blocks=self._pool.num_cached,
         )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequestError if this model cannot compute it."""
         request.check(self.info)
-        (self._scheduler if request.params.grammar is None else self._grammar_queue).add(request)
+        if isinstance(request, PoolingRequest) or request.params.grammar is None:
+            self._scheduler.add(request)
+        else:
+            self._grammar_queue.add(request)
         self._scheduler.stats.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
@@ -156,7 +161,28 @@ class Engine:
         sampled = dict(zip([item.sequence for item in sampling], rows, strict=True))
         progressed = self._scheduler.update(batch, [its.token_ids for its in rows])
         self._scheduler.stats.num_generated_tokens += sum([len(progress.token_ids) for progress in progressed])
-        return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
+        outputs += [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
+        for index, vector in result.vectors.items():
+            sequence = batch.items[index].sequence
+            if sequence.is_running:
+                outputs += self._pool_prompt(sequence, vector)
+        return outputs
+
+    def _pool_prompt(self, sequence: SequenceState, vector: array[float]) -> list[TokenOutput]:
+        """Keep what has come of the vector of a sequence; return its output, which ends it, if that is all."""
+        request_id, pooled = sequence.request.request_id, sequence.pooled
+        assert pooled is not None
+        pooled.vector = vector
+        if sequence.num_uncomputed:
+            return []
+        if not all(map(math.isfinite, vector)):
+            self._scheduler.fail(sequence)
+            return [_failed(request_id, NOT_FINITE)]
+        waits = self._scheduler.waits(sequence)
+        self._scheduler.complete(sequence)
+        cached = sequence.num_cached_tokens
+        reason = FinishReason.STOP
+        return [TokenOutput(request_id, (), (), None, reason, None, cached, None, waits, vector)]
 
     def _score_prompt(self, sequence: SequenceState, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
         """Return the next entries of prompt_logprobs; end the request if one of them is NaN.
@@ -177,16 +203,16 @@ class Engine:
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence, token_ids, reason, stop_token_id = progress
-        request, num_cached, error = sequence.request, sequence.num_cached_tokens, None
+        params, num_cached, error = sequence.sampling.params, sequence.num_cached_tokens, None
         if reason is FinishReason.ERROR:
-            error = _NONE_LEFT if any(getattr(request.params, name) for name in MASKS) else NOT_FINITE
+            error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else NOT_FINITE
             if sequence.matcher is not None and sequence.matcher.fault:
                 error = f"the grammar: {sequence.matcher.fault}"
-        reported = () if request.params.logprobs is None else tuple(filter(None, logprobs[: len(token_ids)]))
+        reported = () if params.logprobs is None else tuple(filter(None, logprobs[: len(token_ids)]))
         waits = self._scheduler.waits(sequence) if 0 < sequence.num_generated <= len(token_ids) else None
         # In order: with names it takes half as long again, and each row of a step makes one.
         return TokenOutput(
-            request.request_id, token_ids, reported, None, reason, stop_token_id, num_cached, error, waits
+            sequence.request.request_id, token_ids, reported, None, reason, stop_token_id, num_cached, error, waits
         )
 
     def _recover(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:

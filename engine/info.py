@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from gptserve.weights.pooling import Task
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -29,3 +31,6 @@ class EngineInfo:
     """Whether the bits of a request's numbers do not depend on the other requests in a batch."""
     process_id: int = field(default_factory=os.getpid, compare=False)
     """The process that computes."""
+    task: Task = "generate"
+    vector_size: int = 0
+    """The width of a prompt's vector."""

@@ -6,8 +6,9 @@ frozen. There is no text. The server builds a Request; the engine answers with T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from types import NoneType
@@ -178,9 +179,20 @@ class Request:
         check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)
         check_range("priority", self.priority, -(2**31), 2**31 - 1)
 
+    def resumed(self, token_ids: Sequence[int], num_scored_tokens: int, blame: Blame) -> Request:
+        """Return the request that goes on after these tokens and scores, which another engine gave."""
+        return replace(
+            self,
+            generated_token_ids=(*self.generated_token_ids, *token_ids),
+            num_scored_tokens=self.num_scored_tokens + num_scored_tokens,
+            blame=blame,
+        )
+
     def check(self, info: EngineInfo) -> None:
         """Raise InvalidRequestError unless an engine with this `info` can compute this request."""
         num_prompt, max_tokens, limit = len(self.prompt_token_ids), self.params.max_tokens, info.max_model_len
+        if info.task != "generate":
+            raise InvalidRequestError(f"an engine with the task {info.task} completes no prompt", param="prompt")
         if num_prompt == 0:
             raise InvalidRequestError("prompt must hold at least one token, got an empty one", param="prompt")
         if num_prompt >= limit:
@@ -249,7 +261,7 @@ class TokenOutput:
     If the request asks for logprobs, there is one entry for each token id. If it asks for prompt_logprobs, they come
     before the first token, in outputs of at most MAX_SCORES_PER_OUTPUT entries: one for each prompt token, None for the
     first one. With the first token come `waits`: the seconds in the queue, and those from there to this token. They are
-    of this run, not of the answer, so they are not compared.
+    of this run, not of the answer, so they are not compared. A PoolingRequest gets one output, with its vector of fp32.
     """
 
     request_id: str
@@ -261,3 +273,4 @@ class TokenOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     waits: tuple[float, float] | None = field(default=None, compare=False)
+    vector: array[float] | None = None

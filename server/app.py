@@ -21,6 +21,7 @@ from starlette.routing import Match, Route
 import gptserve
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
+from gptserve.server.api.embeddings import embeddings_router, other_tasks_router
 from gptserve.server.api.messages import messages_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
@@ -105,14 +106,24 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> F
     app.state.lifecycle = service.lifecycle
     app.state.jobs = jobs
     app.state.metrics = metrics
-    routers = [make(service, jobs) for make in (completions_router, background_router, chat_router, responses_router)]
-    routers += [make(service) for make in (messages_router, tokenize_router, models_router, operations_router)]
-    if settings.playground:
+    routers = _task_routers(service, jobs)
+    routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
+    if settings.playground and settings.engine.task == "generate":
         routers.append(playground_router(service))
     for router in routers:
         app.include_router(router)
         _expect_answers(router, metrics)
     return app
+
+
+def _task_routers(service: Service, jobs: BackgroundJobs) -> list[APIRouter]:
+    """Return the routes of the server's task, and what those of others answer."""
+    task = service.options.settings.engine.task
+    others = other_tasks_router(task)
+    if task == "embed":
+        return [embeddings_router(service), others]
+    of_jobs = [make(service, jobs) for make in (completions_router, background_router, chat_router, responses_router)]
+    return [*of_jobs, messages_router(service), others]
 
 
 def _expect_answers(router: APIRouter, metrics: Metrics) -> None:

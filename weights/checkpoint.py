@@ -43,14 +43,15 @@ class Checkpoint:
     """The weights of a model folder. Opening it checks every name, shape and dtype and reads no tensor.
 
     It streams the tensors of `share`. num_bytes is the size of the stored tensors that these are made of. `config` is
-    the whole model's; it differs from the one given where the files have a head of their own (tied_head.py). Raises a
+    the whole model's; it differs from the one given where the files have a head of their own, or lack
+    one and it is not needed (tied_head.py). Raises a
     WeightsError naming the file, the rule and what was found.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, share: Share = WHOLE) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, share: Share = WHOLE, *, needs_head: bool = True) -> None:
         family, types = find_family(config.model_type), stored_types(read_raw_config(folder), folder)
         files = find_tensors(folder, family.prefixes)
-        self.config, sources = resolve_head(family, config, files, types)
+        self.config, sources = resolve_head(family, config, files, types, needs_head=needs_head)
         self._parts = find_parts(folder, family, sources, files, types)
         self._sources = share.of_sources(config, sources)
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
@@ -79,7 +80,7 @@ class Checkpoint:
         copies, pages = copier(torch.device(device)), HugePages()
         for name, source in self._sources.items():
             on, shapes = torch.device(device), self._shapes(name, source, keeps)
-            its_dtype = torch.float32 if source.is_wide else dtype if len(shapes) == 1 else torch.uint8
+            its_dtype = dtype if len(shapes) == 1 else torch.uint8
             make = torch.zeros if source.is_zero else partial(_empty, pages)
             tensors = {part: make(shape, dtype=its_dtype, device=on) for part, shape in shapes.items()}
             if not source.is_zero:

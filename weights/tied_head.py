@@ -20,17 +20,25 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_head(
-    family: Family, config: ModelConfig, files: dict[str, StoredTensor], types: Sequence[StoredType]
+    family: Family,
+    config: ModelConfig,
+    files: dict[str, StoredTensor],
+    types: Sequence[StoredType],
+    *,
+    needs_head: bool = True,
 ) -> tuple[ModelConfig, dict[str, Source]]:
     """Return the configuration and the sources of the model in these files.
 
     The configuration is `config`, unless that ties a head which the files have and which differs from the embedding: a
-    warning says so. A copy of the embedding is taken out of `files`. Raises InvalidCheckpointError if a tensor cannot
-    be read.
+    warning says so. A copy of the embedding is taken out of `files`. Unless needs_head, a head that the files lack is
+    the embedding: they are of a base model. Raises InvalidCheckpointError if a tensor cannot be read.
     """
     sources = family.sources(config)
     if not config.tied_head:
-        return config, sources
+        if needs_head or _tensors_of(sources["head.weight"], files, types):
+            return config, sources
+        config = replace(config, tied_head=True, head_bias=False)
+        return config, family.sources(config)
     untied = replace(config, tied_head=False)
     own_head = family.sources(untied)["head.weight"]
     embed, head = (_tensors_of(source, files, types) for source in (sources["embed.weight"], own_head))

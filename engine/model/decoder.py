@@ -19,6 +19,7 @@ from gptserve.engine.model.layers import Block
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import LinearMaker, Rows
 from gptserve.engine.model.loading import StreamedTensors, take_head, take_linear, take_norm
+from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.weights.config import ModelConfig
@@ -158,6 +159,18 @@ class Decoder:
         x = hidden if self._final_norm is None else self._final_norm(hidden)
         x = x if self._embed_out is None else self._embed_out(x)
         return soft_cap(self._head(x).to(torch.float32), self._config.logit_softcap)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return rows of the hidden states after the final norm, fp32 [rows, width], as the head reads them.
+
+        The norm is computed in fp32. Its weights have the factor of the logits, which is taken out again.
+        """
+        x, norm = hidden.to(torch.float32), self._final_norm
+        if norm is not None:
+            weight, bias = (None if its is None else its.float() for its in (norm.weight, norm.bias))
+            x = normalize_by_torch(x, Norm(norm.kind, weight, bias, norm.eps))
+            x = x if self._config.logit_scale == 1 else x / self._config.logit_scale
+        return x if self._embed_out is None else self._embed_out(x.to(hidden.dtype)).to(torch.float32)
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x = self._embedding[token_ids_T]

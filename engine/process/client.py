@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError, start_error
 from gptserve.engine.info import EngineInfo
+from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, Loading, Message, Ready, Stepped, Submit
-from gptserve.engine.request import FinishReason, Request, TokenOutput
+from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap, BlockMapSource, Look
 from gptserve.engine.stats import EngineStats
 
@@ -151,7 +152,7 @@ class EngineClient(BlockMapSource, ABC):
     async def start(self) -> None:
         """Load the model and decode one token. Raises EngineStartError or its subclass ScarcityError."""
 
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
+    def submit(self, requests: Sequence[AnyRequest]) -> TokenStream:
         """Queue all the requests or none of them. Their ids must be new to this client.
 
         Raises QueueFullError if they do not fit into the queue, EngineDiedError if there is no engine, and
@@ -176,7 +177,7 @@ class EngineClient(BlockMapSource, ABC):
             raise QueueFullError(f"the queue is full: {counts}")
 
     @abstractmethod
-    def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
+    def enqueue(self, requests: Sequence[AnyRequest], sink: OutputSink) -> None:
         """Queue requests that `submit` would take; their outputs go to `sink`."""
 
     @abstractmethod
@@ -243,7 +244,7 @@ class LoopClient(EngineClient):
         if not self.is_alive:
             raise EngineStartError(str(self._death))
 
-    def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
+    def enqueue(self, requests: Sequence[AnyRequest], sink: OutputSink) -> None:
         self._command(Submit(tuple(requests)))
         self._live |= {request.request_id: sink for request in requests}
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from gptserve.engine.errors import InvalidRequestError, explain
 from gptserve.engine.info import EngineInfo
-from gptserve.engine.request import FinishReason, Request, TokenOutput
+from gptserve.engine.pooling import AnyRequest
+from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap, Look
 from gptserve.engine.stats import EngineStats
 
@@ -25,7 +26,7 @@ _stats_fields = attrgetter(*EngineStats.__slots__)
 class Submit:
     """Compute these requests."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[AnyRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class StepEngine(Protocol):
     def has_work(self) -> bool:
         """Whether `step` would compute anything."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it cannot be computed."""
 
     def abort(self, request_id: str) -> None:
@@ -173,7 +174,7 @@ def _run(engine: StepEngine, channel: Channel) -> None:
         channel.send(Stepped(tuple(outputs), engine.stats))
 
 
-def _add(engine: StepEngine, request: Request) -> TokenOutput | None:
+def _add(engine: StepEngine, request: AnyRequest) -> TokenOutput | None:
     try:
         engine.add(request)
     except InvalidRequestError as error:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from gptserve.engine.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
+from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.process.client import EngineClient, OutputSink
 from gptserve.engine.process.process_client import ProcessClient
-from gptserve.engine.request import FinishReason, Request, TokenOutput
+from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 
@@ -30,11 +31,15 @@ logger = logging.getLogger(__name__)
 class _Live:
     """A live request, and what is needed to submit it again."""
 
-    request: Request
+    request: AnyRequest
     stream: OutputSink
     token_ids: list[int] = field(default_factory=list)
     num_scored_tokens: int = 0
     blame: Blame = NO_BLAME
+
+    def resumed(self) -> AnyRequest:
+        """Return the request that goes on after the tokens so far."""
+        return self.request.resumed(self.token_ids, self.num_scored_tokens, self.blame)
 
 
 class Supervisor(EngineClient):
@@ -93,7 +98,7 @@ class Supervisor(EngineClient):
         self._info, self._is_ready = self._client.info, True
         self._task = asyncio.create_task(self._supervise())
 
-    def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
+    def enqueue(self, requests: Sequence[AnyRequest], sink: OutputSink) -> None:
         self._live |= {request.request_id: _Live(request, sink) for request in requests}
         self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in requests)
         if self._is_ready:
@@ -122,7 +127,7 @@ class Supervisor(EngineClient):
             return  # closed meanwhile
         live.token_ids += output.token_ids
         live.num_scored_tokens += len(output.prompt_logprobs or ())
-        if output.token_ids:
+        if output.token_ids or output.vector is not None:
             live.blame = live.blame.step_gave_token()
             self._num_restarts_in_a_row = self._num_convictions_in_a_row = 0
         if output.finish_reason is not None:
@@ -212,7 +217,7 @@ class Supervisor(EngineClient):
             self._is_ready = True
             # Its cache may have another size. The context may be longer now, but stays as clients were told.
             self._info = replace(self._client.info, max_model_len=self.info.max_model_len)
-            self._client.enqueue([self._resume(live) for live in self._live.values()], self)
+            self._client.enqueue([live.resumed() for live in self._live.values()], self)
             loading_s = clock() - died_at
             logger.warning("the engine is ready again after %.1f s; live requests: %d", loading_s, len(self._live))
             return
@@ -243,15 +248,6 @@ class Supervisor(EngineClient):
         except TimeoutError:
             await self._client.close()
             raise EngineStartError(f"the engine did not load within {self._load_limit_s:g} s") from None
-
-    def _resume(self, live: _Live) -> Request:
-        """Return the request that continues after the tokens so far."""
-        return replace(
-            live.request,
-            generated_token_ids=(*live.request.generated_token_ids, *live.token_ids),
-            num_scored_tokens=live.request.num_scored_tokens + live.num_scored_tokens,
-            blame=live.blame,
-        )
 
     def _end(self, death: EngineDiedError) -> None:
         """End all streams and take no more requests; only the first cause is kept."""

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from gptserve.engine.model.layout import SpanFields, lay_out
 from gptserve.engine.runner.masks import MaskQuery, MaskThread
-from gptserve.engine.runner.step_input import ScoredPrompt, StepInput
+from gptserve.engine.runner.step_input import PooledPrompt, ScoredPrompt, StepInput
 from gptserve.engine.sampling.choice import SamplingPosition
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence
 
 
 def step_input(batch: ScheduledBatch, block_size: int, mask_thread: MaskThread) -> StepInput:
-    """Return what the batch computes, samples and scores; its masks begin to be computed."""
+    """Return what the batch computes, samples, scores and pools; its masks begin to be computed."""
     spans: list[SpanFields] = []
     positions: list[SamplingPosition] = []
     prompts: list[ScoredPrompt] = []
+    pooled: list[PooledPrompt] = []
     queries: list[MaskQuery] = []
     num_rows = 0
     for item in batch.items:
@@ -24,6 +25,11 @@ def step_input(batch: ScheduledBatch, block_size: int, mask_thread: MaskThread) 
         state, known, first, num_sampled = sequence.sampling, sequence.token_ids, sequence.num_computed, 0
         if state.params.prompt_logprobs is not None and not sequence.num_generated:
             prompts.append(_scored_prompt(len(spans), num_rows, item, state.params.prompt_logprobs))
+        if sequence.pooled is not None:
+            is_last = first + num_tokens == len(known)
+            its = sequence.pooled
+            rows = num_rows, num_tokens, first, is_last
+            pooled.append(PooledPrompt(len(spans), its.pooling, *rows, its.vector))
         if item.needs_sampling:
             if sequence.matcher is not None:
                 generated, num_before_end = known[sequence.num_prompt_tokens :], state.params.num_before_end
@@ -35,7 +41,7 @@ def step_input(batch: ScheduledBatch, block_size: int, mask_thread: MaskThread) 
         token_ids = known[first : first + num_tokens]
         spans.append(([*token_ids, *draft] if draft else token_ids, first, sequence.block_ids, num_sampled))
         num_rows += num_tokens
-    return StepInput(lay_out(spans, block_size), positions, prompts, mask_thread.begin(queries))
+    return StepInput(lay_out(spans, block_size), positions, prompts, pooled, mask_thread.begin(queries))
 
 
 def _scored_prompt(index: int, first_row: int, item: ScheduledSequence, num_top: int) -> ScoredPrompt:

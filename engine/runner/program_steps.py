@@ -2,7 +2,7 @@
 
 The weights of a step evict all else from a CPU's caches. So what the host does between two steps comes from memory, and
 costs by how much code and data it touches: the first call of a function of torch or numpy takes 10 to 60 us. This file
-and what it calls use none of them, but where buffers grow, for masks, soft caps and the logprobs of prompts; the
+and what it calls use none of them, but where buffers grow, for masks, soft caps, logprobs and vectors of prompts; the
 integers of a step are arrays of Python. ModelRunner calls it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu.decoder import NativeDecoder
@@ -21,6 +22,7 @@ from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.runner.logprobs import reported_logprobs_at
+from gptserve.engine.runner.pooling import pool_all
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, sampled_tokens
 from gptserve.engine.runner.step_input import StepInput
@@ -30,18 +32,18 @@ from gptserve.engine.sampling.choice import choice_at
 def program_steps(decoder: Decoder, cache: KVCache) -> ProgramSteps | None:
     """Return what computes the steps of a decoder by its program, None if it has none."""
     program = decoder.program
-    return ProgramSteps(program, cache) if isinstance(program, NativeDecoder) else None
+    return ProgramSteps(program, cache, decoder.states) if isinstance(program, NativeDecoder) else None
 
 
 class ProgramSteps:
     """Computes the steps of one model; for one thread at a time."""
 
-    def __init__(self, program: NativeDecoder, cache: KVCache) -> None:
-        self._program, self._cache = program, cache
+    def __init__(self, program: NativeDecoder, cache: KVCache, states: Callable[[Tensor], Tensor]) -> None:
+        self._program, self._cache, self._states = program, cache, states
 
     def compute(
         self, step: StepInput, info: EngineInfo, chosen_before: Callable[[], Sequence[int]]
-    ) -> tuple[array[int], SampledTokens, dict[int, list[tuple[int, TokenLogprobs]]]]:
+    ) -> tuple[array[int], SampledTokens, dict[int, list[tuple[int, TokenLogprobs]]], dict[int, array[float]]]:
         """Return the chosen ids, -1 for a row that is not finite, and the fields of a StepResult.
 
         Foreseen tokens are those of chosen_before.
@@ -56,12 +58,24 @@ class ProgramSteps:
         scores: dict[int, list[tuple[int, TokenLogprobs]]] = {}
         for prompt in step.prompts:
             scores[prompt.sequence] = prompt_logprobs(self._program.logits, prompt)
-        return chosen, sampled, scores
+        return chosen, sampled, scores, self._pool(step) if step.pooled else {}
+
+    def _pool(self, step: StepInput) -> dict[int, array[float]]:
+        """Return the vectors, by one thread: those of torch's pool would spin in the way of the library's team."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            hidden = self._program.hidden_states(len(step.arrays.token_ids))
+            return pool_all(lambda rows: self._states(hidden[rows]), step.pooled)
+        finally:
+            torch.set_num_threads(before)
 
     def logits(
         self, arrays: StepArrays, chosen_before: Callable[[], Sequence[int]]
-    ) -> tuple[Tensor | None, Callable[[slice], Tensor]]:
+    ) -> tuple[Tensor | None, Callable[[slice], Tensor], Callable[[slice], Tensor]]:
         """Compute a step; return the logits of its sampled rows, None without any, and what gives those of others.
+
+        The last of the three gives the states of any rows.
 
         All are valid until the next step.
         """
@@ -69,7 +83,9 @@ class ProgramSteps:
             arrays = _known(arrays, chosen_before())
         self._program.run(arrays, self._cache)
         num_sampled = len(arrays.sampled)
-        return self._program.sampled_logits(num_sampled) if num_sampled else None, self._program.logits
+        logits = self._program.sampled_logits(num_sampled) if num_sampled else None
+        hidden = self._program.hidden_states(len(arrays.token_ids))
+        return logits, self._program.logits, lambda rows: self._states(hidden[rows])
 
 
 def _known(arrays: StepArrays, chosen: Sequence[int]) -> StepArrays:

@@ -10,9 +10,10 @@ scheduled. Steps calls it.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -33,6 +34,7 @@ from gptserve.engine.runner.batch_invariance import check_model
 from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, sample_numbers
 from gptserve.engine.runner.hardware import set_num_threads
 from gptserve.engine.runner.memory_ahead import take_populated
+from gptserve.engine.runner.pooling import pool_all
 from gptserve.engine.runner.products import Linears, product_of
 from gptserve.engine.runner.program_steps import program_steps
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
@@ -54,17 +56,19 @@ class StepResult:
     """The result of a forward pass.
 
     `sampled` has the rows of StepInput.positions. prompt_logprobs maps the index of a sequence to (position, entry) of
-    the prompt tokens that it predicted.
+    the prompt tokens that it predicted, `vectors` to what pooling.py has of the sequence so far.
     """
 
     sampled: SampledTokens
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
+    vectors: dict[int, array[float]] = field(default_factory=dict)
 
 
 Progress = Callable[[int, int], None]
 """Is told how many bytes of the weights are loaded, and of how many, while they load."""
 Collect = Callable[[], StepResult]
 """Waits for a step and returns its results; called once. What a step raises comes from here or from its launch."""
+RowsOf = Callable[[slice], Tensor]
 _Start = Callable[[torch.device], OtherRanks]
 
 
@@ -140,6 +144,8 @@ class ModelRunner:
             max_num_queued_reqs=config.max_num_queued_reqs,
             fingerprint=fingerprint(causes, sample),
             batch_invariant=products.are_invariant,
+            task=config.task,
+            vector_size=whole.embed_size or whole.hidden_size,
         )
         self._is_cpu = self.device.type == "cpu"
 
@@ -157,7 +163,8 @@ class ModelRunner:
         """Begin to compute the step's tokens, store their keys and values, and sample where it says so.
 
         A GPU computes steps in the order of their launches. Only the step that is launched next may have foreseen
-        tokens of this one, and a step with prompt_logprobs is collected before the next launch. A CPU computes at once.
+        tokens of this one, and a step with prompt_logprobs or vectors is collected before the next launch. A CPU
+        computes at once.
         """
         num_torch_threads = (
             1  # those of a pool would spin in the team's way, and in that of what starts a GPU's kernels
@@ -166,9 +173,9 @@ class ModelRunner:
             num_threads = self.choose_threads(self._step_work.of(step))
             native.set_num_threads(num_threads)
             if self._programs is not None and self.choose is None and self.graphs is None:
-                chosen, sampled, scores = self._programs.compute(step, self.info, self._chosen_ids)
+                chosen, sampled, scores, vectors = self._programs.compute(step, self.info, self._chosen_ids)
                 self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
-                return partial(StepResult, sampled, scores)
+                return partial(StepResult, sampled, scores, vectors)
             num_torch_threads = 1 if self._in_team else num_threads
         before = torch.get_num_threads()
         torch.set_num_threads(num_torch_threads)
@@ -183,18 +190,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: StepInput) -> Collect:
+        pool: Callable[[], dict[int, array[float]]] = dict
         choose, scores = self.choose, dict[int, Callable[[], list[tuple[int, TokenLogprobs]]]]()
         if self.graphs is not None and step.decodes:
             logits: Tensor | None = self.graphs.logits(step.arrays, self._chosen())
             choose = self.graphs.choose or choose
         else:
-            logits, logits_of = self._compute(step.arrays)
+            logits, logits_of, states_of = self._compute(step.arrays)
             scores = {prompt.sequence: partial(prompt_logprobs, logits_of, prompt) for prompt in step.prompts}
+            if step.pooled:
+                pool = partial(pool_all, states_of, step.pooled)
         sample = self._begin_sampling(logits, step, choose)
-        return lambda: StepResult(sample(), {sequence: score() for sequence, score in scores.items()})
+        return lambda: StepResult(sample(), {sequence: score() for sequence, score in scores.items()}, pool())
 
-    def _compute(self, arrays: StepArrays) -> tuple[Tensor | None, Callable[[slice], Tensor]]:
-        """Compute a step by all ranks; return the logits of its sampled rows, if any, and what gives those of any."""
+    def _compute(self, arrays: StepArrays) -> tuple[Tensor | None, RowsOf, RowsOf]:
+        """Compute a step by all ranks; return the logits of its sampled rows, if any, and what gives those of any.
+
+        The last of the three gives the states of any rows.
+        """
         if self._programs is not None and self.graphs is None:
             return self._programs.logits(arrays, self._chosen_ids)
         on_host = arrays.as_numpy()
@@ -205,7 +218,8 @@ class ModelRunner:
                 token_ids_T = known_token_ids(token_ids_T, self._chosen())
             of_step = token_ids_T, inputs.positions_T, self._cache, inputs.metadata, inputs.sampled_R
             hidden, logits = self._decoder.step(*of_step)
-        return logits, lambda rows: self._decoder.logits(hidden[rows])
+        states = self._decoder.states
+        return logits, lambda rows: self._decoder.logits(hidden[rows]), lambda rows: states(hidden[rows])
 
     def _chosen_ids(self) -> list[int]:
         """Wait for the tokens that the latest step chose."""

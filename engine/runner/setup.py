@@ -62,7 +62,7 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     check_quantization(config, whole, device)
     specs = layer_specs(share.of_config(whole), device)
     backend = choose_backend(config, device, dtype, specs, whole.max_position)
-    checkpoint = Checkpoint(config.model_dir, whole, share)
+    checkpoint = Checkpoint(config.model_dir, whole, share, needs_head=config.task == "generate")
     model = share.of_config(checkpoint.config)
     # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
     operations = choose_operations(model, device, dtype, checkpoint.stored_types)

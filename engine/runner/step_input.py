@@ -5,6 +5,7 @@ batch.py makes it of what was scheduled; the checks at start make their own. Tor
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.runner.masks import Masks
 from gptserve.engine.sampling.choice import SamplingPosition
+from gptserve.weights.pooling import Pooling
 
 
 class ScoredPrompt(NamedTuple):
@@ -28,13 +30,29 @@ class ScoredPrompt(NamedTuple):
     """how many of the likeliest tokens to report for each"""
 
 
+class PooledPrompt(NamedTuple):
+    """Rows of a step that are tokens of a prompt whose vector is wanted."""
+
+    sequence: int
+    """the index of the sequence among those of the step"""
+    pooling: Pooling
+    first_row: int
+    num_rows: int
+    first_position: int
+    is_last: bool
+    """whether the last row is the prompt's last token"""
+    before: array[float] | None
+    """what the step before gave (pooling.py)"""
+
+
 class StepInput(NamedTuple):
-    """What a step computes, of which rows it samples the next token and how, and which prompts it scores."""
+    """What a step computes, of which rows it samples the next token and how, which prompts it scores and pools."""
 
     arrays: StepArrays
     positions: Sequence[SamplingPosition] = ()
     """Of each sampled row, without the masks of grammars."""
     prompts: Sequence[ScoredPrompt] = ()
+    pooled: Sequence[PooledPrompt] = ()
     masks: Future[Masks] | None = None
 
     @property

@@ -15,24 +15,24 @@ from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 def is_always_foreseeable(sequence: SequenceState, drafter: Drafter | None) -> bool:
     """Whether `must_be_known` can never hold: neither the request nor the drafter reads the newest token."""
-    params, is_drafted = sequence.request.params, drafter is not None and drafter.may_draft(sequence)
+    params, is_drafted = sequence.sampling.params, drafter is not None and drafter.may_draft(sequence)
     is_read = params.has_penalties or params.bad_words or params.grammar is not None
-    return not (is_read or is_drafted or params.prompt_logprobs is not None)
+    return not (is_read or is_drafted or params.prompt_logprobs is not None or sequence.pooled is not None)
 
 
 def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
     """Whether the host needs what a step gives a sequence before the next step begins.
 
     Drafters, grammars and bad_words read the tokens, and so do penalties if the host counts for them. prompt_logprobs
-    are computed when the step is awaited. An item with a draft samples several rows, and nobody knows which of them
-    holds: `foresee` counts one an item.
+    and vectors are computed when the step is awaited. An item with a draft samples several rows, and nobody knows which
+    of them holds: `foresee` counts one an item.
     """
-    sequence, params = item.sequence, item.sequence.request.params
+    sequence, params = item.sequence, item.sequence.sampling.params
     if item.draft:
         return True
     if not sequence.is_running:  # aborted
         return False
-    if params.prompt_logprobs is not None and sequence.num_generated == 0:
+    if sequence.pooled is not None or (params.prompt_logprobs is not None and sequence.num_generated == 0):
         return True
     if not item.needs_sampling:
         return False

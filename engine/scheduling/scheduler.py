@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, eq
 
+from gptserve.engine.pooling import AnyRequest, PoolingRequest
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.block_pool import BlockPool
@@ -101,15 +102,20 @@ class Scheduler:
         """Whether a request is live."""
         return bool(self._live)
 
-    def add(self, request: Request) -> SequenceState:
+    def add(self, request: AnyRequest) -> SequenceState:
         """Queue a request. It has passed Request.check and no live request has its id."""
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
-        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
-        known = [*request.prompt_token_ids, *request.generated_token_ids]
+        num_prompt, known, max_len, num_scored = len(request.prompt_token_ids), [*request.prompt_token_ids], 0, 0
+        if isinstance(request, Request):
+            assert num_prompt < self._max_model_len, "the prompt must leave room for a token"
+            known += request.generated_token_ids
+            max_len = min(num_prompt + request.params.max_tokens, self._max_model_len)
+            num_scored = request.num_scored_tokens
+        assert 0 < num_prompt <= self._max_model_len
         sequence = SequenceState(
             *(request, self._num_arrivals, known, self._clock()),
-            max_len=min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len),
-            num_scored=request.num_scored_tokens,
+            max_len=max_len or num_prompt,
+            num_scored=num_scored,
             blame=request.blame,
         )
         sequence.is_always_foreseeable = foresight.is_always_foreseeable(sequence, self._drafter)
@@ -126,6 +132,10 @@ class Scheduler:
         if sequence is not None:
             self._end(sequence, FinishReason.ABORT)
         return sequence
+
+    def complete(self, sequence: SequenceState) -> None:
+        """End a running sequence whose prompt is all that was wanted, and is computed."""
+        self._end(sequence, FinishReason.STOP)
 
     def fail(self, sequence: SequenceState) -> None:
         """End a running sequence whose numbers are not finite; its blocks are shared no more."""
@@ -295,9 +305,11 @@ class Scheduler:
         return True
 
     def _can_use_cache(self, sequence: SequenceState) -> bool:
-        """Whether prefix hits are allowed: not while the logits of prompt tokens are still to be reported."""
-        wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
-        return self._pool.enable_prefix_caching and not wants_prompt_logits
+        """Whether prefix hits are allowed: not while all logits or states of the prompt are wanted."""
+        params, request = sequence.sampling.params, sequence.request
+        wants_logits = params.prompt_logprobs is not None and sequence.num_generated == 0
+        wants_states = isinstance(request, PoolingRequest) and request.reads_whole_prompt
+        return self._pool.enable_prefix_caching and not (wants_logits or wants_states)
 
     def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: Budget) -> None:
         """Schedule tokens of a sequence that has its blocks, within the budget."""
@@ -364,7 +376,7 @@ class Scheduler:
 
     def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
         """Return why the newest token ends a sequence, None if it does not; STOP precedes LENGTH."""
-        token_id, params = sequence.token_ids[-1], sequence.request.params
+        token_id, params = sequence.token_ids[-1], sequence.sampling.params
         is_eos = token_id in self._eos_token_ids and (not params.ignore_eos or params.grammar is not None)
         if is_eos or token_id in params.stop_token_ids:
             return FinishReason.STOP

@@ -12,8 +12,21 @@ from typing import NamedTuple
 
 from gptserve.engine.blame import NO_BLAME, Blame
 from gptserve.engine.grammar.matcher import Matcher
+from gptserve.engine.pooling import NOTHING_SAMPLED, AnyRequest
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.sampling.choice import SamplingState
+from gptserve.weights.pooling import Pooling
+
+
+@dataclass(slots=True, eq=False)
+class Pooled:
+    """The vector of a sequence of a PoolingRequest, as far as its tokens are computed.
+
+    `vector` is fp32 once the state that it reads is computed. For a mean it is in fp64 the sum of the computed ones.
+    """
+
+    pooling: Pooling
+    vector: array[float] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +42,12 @@ class SequenceState:
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
-    matcher follows the request's grammar, if it has one. The sampler keeps what it has counted in `sampling`.
+    matcher follows the request's grammar, if it has one. pooled is there for a PoolingRequest, which samples nothing:
+    it ends when its tokens are computed. The sampler keeps what it has counted in `sampling`.
     is_always_foreseeable: the host never needs its newest token to plan a step (foresight.py); Scheduler sets it.
     """
 
-    request: Request
+    request: AnyRequest
     arrival: int
     token_ids: list[int]
     queued_at: float = 0.0
@@ -50,12 +64,16 @@ class SequenceState:
     is_always_foreseeable: bool = False
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
+    pooled: Pooled | None = None
     sampling: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
         request, num_prompt = self.request, len(self.request.prompt_token_ids)
         self.num_prompt_tokens = num_prompt
-        self.sampling = SamplingState(request.params, request.seed, request.choice_index, num_prompt)
+        if isinstance(request, Request):
+            self.sampling = SamplingState(request.params, request.seed, request.choice_index, num_prompt)
+        else:
+            self.sampling, self.pooled = SamplingState(NOTHING_SAMPLED, 0, 0, num_prompt), Pooled(request.pooling)
 
     @property
     def is_running(self) -> bool:
@@ -95,11 +113,12 @@ class ScheduledSequence:
     num_tokens: int
     draft: tuple[int, ...]
     needs_sampling: bool
-    """Whether the newest known token is computed, so that its logits give the next one."""
+    """Whether the newest known token is computed, so that its logits give the next one, which is wanted."""
 
     def __init__(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> None:
         self.sequence, self.num_tokens, self.draft = sequence, num_tokens, draft
-        self.needs_sampling = num_tokens == len(sequence.token_ids) - sequence.num_computed + len(draft)
+        is_last = num_tokens == len(sequence.token_ids) - sequence.num_computed + len(draft)
+        self.needs_sampling = is_last and sequence.pooled is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
 from gptserve.server.schemas.completions import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
+from gptserve.server.schemas.embeddings import EmbeddingRequest
 from gptserve.server.schemas.messages import MessageEvent, MessagesErrorBody, MessagesRequest, TokenCountRequest
 from gptserve.server.schemas.openapi import error_responses, openapi_document
 from gptserve.server.schemas.responses import ResponseEvent, ResponsesRequest
@@ -71,7 +72,9 @@ def operations_router(service: Service) -> APIRouter:
         if not document:
             completions = CompletionRequest, ChatRequest, ChatCompletionChunk
             of_messages = MessagesRequest, TokenCountRequest, MessageEvent, MessagesErrorBody
-            models = (*completions, ResponsesRequest, ResponseEvent, *of_messages, *TOKENIZE_BODIES)
+            of_generation = *completions, ResponsesRequest, ResponseEvent, *of_messages
+            of_task = of_generation if settings.engine.task == "generate" else (EmbeddingRequest,)
+            models = (*of_task, *TOKENIZE_BODIES)
             make = partial(openapi_document, request.app, models, settings)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)

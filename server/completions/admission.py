@@ -59,6 +59,22 @@ def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -
         message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
     service.limits.check_possible(owner, n, num_prompts)
+    _take_in_place(service, owner, num_requests)
+
+
+def take_inputs(service: Service, owner: str | None, num_inputs: int) -> None:
+    """Count inputs to embed as waiting, as take_places does choices. Raises the same."""
+    info, of_key = service.model.engine.info, service.limits.most_requests(owner)
+    most = info.max_num_seqs + info.max_num_queued_reqs
+    most = most if of_key is None else min(most, of_key)
+    if num_inputs > most:
+        rule = f"input may be a list of at most {most} here, as many as may run and wait"
+        raise InvalidRequestError(f"{rule}, got {num_inputs}", param="input")
+    _take_in_place(service, owner, num_inputs)
+
+
+def _take_in_place(service: Service, owner: str | None, num_requests: int) -> None:
+    """Count requests as waiting, in the place of what counts so far. Raises ServiceError or QueueFullError."""
     _take(service, -service.place.num_requests)
     with service.counting_rejections():
         service.limits.check(owner, num_requests)

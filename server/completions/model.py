@@ -15,6 +15,7 @@ from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.chat.template import ChatTemplate
+from gptserve.weights.pooling import TextVector
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Model:
     A pattern is a name with a * for any characters, such as claude-*. Chats need a chat_template.
 
     sampling_defaults are the model's own values of sampling parameters, max_new_tokens is its own limit of an answer in
-    a chat. Without a grammar_checker the engine alone finds out whether a grammar compiles.
+    a chat. Without a grammar_checker the engine alone finds out whether a grammar compiles. text_vector says which
+    vector of a text is its embedding.
     """
 
     names: tuple[str, ...]
@@ -37,6 +39,7 @@ class Model:
     max_new_tokens: int | None = None
     tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
     name_patterns: tuple[str, ...] = ()
+    text_vector: TextVector = field(default_factory=TextVector)
 
     @property
     def name(self) -> str:

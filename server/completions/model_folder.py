@@ -14,6 +14,7 @@ from gptserve.server.completions.model import Model
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.tools.dialect import dialect_of
 from gptserve.weights.chat.template import load_chat_template
+from gptserve.weights.pooling import TextVector, load_text_vector
 from gptserve.weights.tokenizers.info import load_tokenizer_info
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
@@ -40,4 +41,5 @@ def load_model(
         max_new_tokens=max_new_tokens,
         tokenizer_info=load_tokenizer_info(folder),
         name_patterns=settings.name_patterns,
+        text_vector=load_text_vector(folder) if settings.engine.task == "embed" else TextVector(),
     )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gptserve.engine.errors import EngineError
+from gptserve.engine.pooling import AnyRequest, PoolingRequest
 from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import Request
 from gptserve.server.completions.model import Model, ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.planning import Place, Planning
@@ -73,14 +73,15 @@ class Service:
             self._check_open()
             self.limits.check(owner, 1)
 
-    def submit(self, requests: Sequence[Request], owner: str | None) -> TokenStream:
+    def submit(self, requests: Sequence[AnyRequest], owner: str | None) -> TokenStream:
         """Queue the requests of an owner. Raises ServiceError or EngineError."""
         with self.counting_rejections():
             self._check_open()
             self.limits.check(owner, len(requests))
             stream = self.model.engine.submit(requests)
         self.limits.begin(owner, stream)
-        self.limits.charge(owner, sum(len(r.prompt_token_ids) for r in requests if r.choice_index == 0))
+        prompts = [r for r in requests if isinstance(r, PoolingRequest) or r.choice_index == 0]
+        self.limits.charge(owner, sum(len(request.prompt_token_ids) for request in prompts))
         return stream
 
     def check_ready(self) -> None:

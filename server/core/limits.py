@@ -59,10 +59,14 @@ class KeyLimits:
 
     def check_possible(self, owner: str | None, n: int, num_prompts: int) -> None:
         """Raise InvalidRequestError if an owner can never have n choices of so many prompts."""
-        limit = None if owner is None else self._max_requests()
+        limit = self.most_requests(owner)
         if limit is not None and n * num_prompts > limit:
             rule = f"n times the number of prompts may be at most {limit} with this key"
             raise InvalidRequestError(f"{rule}, got {n} times {num_prompts}", param="n")
+
+    def most_requests(self, owner: str | None) -> int | None:
+        """Return how many requests of an owner may run or wait; None is no limit."""
+        return None if owner is None else self._max_requests()
 
     def check(self, owner: str | None, num_requests: int) -> None:
         """Raise ServiceError if these requests would be too many, or no token is left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ENGINE_HELP = {
     "device": "device to compute on",
+    "task": "what to serve: completions of texts, or their vectors (embeddings)",
     "dtype": "data type of weights, activations and KV cache",
     "strict_config": "refuse a model whose config.json has any key that is not known, also one that is off",
     "quantization": "type of numbers that weights become while they load: int8 takes half of bf16's memory",

@@ -18,11 +18,12 @@ from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore
 from gptserve.server.tools.dialect import dialect_of
+from gptserve.weights.pooling import Task
 
 
-def app_settings(**options: Any) -> ServerSettings:
+def app_settings(task: Task = "generate", **options: Any) -> ServerSettings:
     """Return the defaults but for `options`. Tests call the server by many names: it answers to all hosts."""
-    return ServerSettings(engine=EngineConfig(Path("m")), **{"allowed_hosts": "*", **options})
+    return ServerSettings(engine=EngineConfig(Path("m"), task=task), **{"allowed_hosts": "*", **options})
 
 
 def model_and_options(

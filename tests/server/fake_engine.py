@@ -9,10 +9,13 @@ import asyncio
 import itertools
 import re
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, QueueFullError
 from gptserve.engine.info import EngineInfo
+from gptserve.engine.pooling import AnyRequest, PoolingRequest
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenLogprobs, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
@@ -36,7 +39,8 @@ INFO = EngineInfo(
     batch_invariant=True,
 )
 
-Reply = Callable[[Request], Iterable[TokenOutput]]
+Reply = Callable[[Any], Iterable[TokenOutput]]
+"""Of a Request or, with `embed`, of a PoolingRequest."""
 
 
 class ByteTokenizer:
@@ -98,6 +102,16 @@ def say(text: str | bytes | Sequence[int], *, then_eos: bool = False) -> Reply:
     return reply
 
 
+def embed(vector: Sequence[float]) -> Reply:
+    """Return a reply of this vector, with the first token of the prompt in the place of its first number."""
+
+    def reply(request: PoolingRequest) -> Iterator[TokenOutput]:
+        its = array("f", [request.prompt_token_ids[0], *vector[1:]])
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.STOP, waits=(0.1, 0.2), vector=its)
+
+    return reply
+
+
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
     """Return a token's chosen logprobs: its own is -token_id/8, so the likeliest are ids 0, 1, 2, ..."""
     return TokenLogprobs(token_id, -token_id / 8, token_id + 1, tuple((i, -i / 8) for i in range(num_top)))
@@ -127,7 +141,7 @@ class FakeEngineClient:
         self.is_alive = True
         self.is_restarting = False
         self.restarts: dict[DeathKind, int] = {}
-        self.submitted: list[Request] = []
+        self.submitted: list[Any] = []
         self.aborted: list[str] = []
         self.block_map: BlockMap | None = BlockMap(1, "21c.")
         self.num_looks = 0
@@ -153,7 +167,7 @@ class FakeEngineClient:
     def is_ready(self) -> bool:
         return self.is_alive and not self.is_restarting
 
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
+    def submit(self, requests: Sequence[AnyRequest]) -> TokenStream:
         if not self.is_alive:
             raise EngineDiedError("the fake engine is dead")
         for request in requests:
@@ -163,7 +177,8 @@ class FakeEngineClient:
         stream = TokenStream((request.request_id for request in requests), self._forget)
         for request in requests:
             assert request.request_id not in self._live
-            rest = itertools.islice(self.reply(request), len(request.generated_token_ids), None)
+            num_given = len(request.generated_token_ids) if isinstance(request, Request) else 0
+            rest = itertools.islice(self.reply(request), num_given, None)
             self._live[request.request_id] = stream, rest
         self._note(lambda: self.submitted.extend(requests))
         self._schedule()

@@ -84,6 +84,7 @@ WRITTEN = {
     "batch-invariant": "true",
     "num-threads": "1",
     "strict-config": "true",
+    "task": "embed",
 }
 """Every option but --config with a value that is not its default."""
 

@@ -188,7 +188,7 @@ class ShadowRunner:
         self.info = EngineInfo(
             **dict.fromkeys(EngineInfo.__slots__, 0)
             | {"vocab_size": VOCAB, "max_model_len": MAX_MODEL_LEN, "eos_token_ids": (EOS,), "device": "cuda"}
-            | {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
+            | {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "task": "generate"}
         )
         self.host_counts, self.stream, self._faults = host_counts, Stream(choose_delay), faults
         self._counts = DeviceCounts(VOCAB, max_num_seqs, torch.device("cpu"))

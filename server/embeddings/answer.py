@@ -1,0 +1,130 @@
+"""Answers a client with the vectors of its inputs, and counts and stops them as completions are."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.server.completions import sse
+from gptserve.server.completions.encoding import json_response
+from gptserve.server.completions.run import expiring
+from gptserve.server.completions.service import Service
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.embeddings.plan import EmbeddingPlan
+from gptserve.server.http.envelope import log_fields
+
+_LOOP_NUMBERS = 2**12
+"""Rendering more than so many numbers takes some milliseconds, so it is done in a thread."""
+
+
+class EmbeddingResponse(Response):
+    """Submits a plan and answers with the vectors. Stops computing when the client hangs up."""
+
+    def __init__(self, service: Service, plan: EmbeddingPlan, started_at: float) -> None:
+        super().__init__()
+        self._service, self._plan, self._started_at = service.using(plan.model), plan, started_at
+        self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
+        self._vectors: dict[int, array[float]] = {}
+        self._is_failed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Raises ServiceError or EngineError only before anything is sent."""
+        service, plan = self._service, self._plan
+        with service.lifecycle.active():
+            stream = service.submit(plan.requests, plan.owner)
+            try:
+                with expiring(stream, self._remaining_s()):
+                    await self._compute(stream, receive, send)
+                response = await self._render()
+            except Exception as error:
+                self._is_failed = not isinstance(error, ClientDisconnect)
+                raise
+            finally:
+                stream.abort()
+                log_fields(scope).update(self._close())
+            await response(scope, receive, send)
+
+    def _remaining_s(self) -> float | None:
+        limit_ms = self._plan.body.timeout_ms
+        return None if limit_ms is None else limit_ms / 1000 - (time.perf_counter() - self._started_at)
+
+    async def _compute(self, stream: TokenStream, receive: Receive, send: Send) -> None:
+        """Wait for all vectors. Raises ClientDisconnect if the client hangs up."""
+        async with sse.Connection(receive, send, stream.abort) as connection:
+            async for outputs in stream:
+                for output in outputs:
+                    self._add(output)
+        if connection.is_gone:
+            raise ClientDisconnect
+
+    def _add(self, output: TokenOutput) -> None:
+        """Keep the vector of an input. Raises ServiceError if there is none."""
+        index, metrics = self._index[output.request_id], self._service.metrics
+        if output.finish_reason is FinishReason.QUEUE_TIMEOUT:
+            raise ServiceError("queue_timeout", f"input {index}: {output.error}")
+        if output.finish_reason is FinishReason.TIMEOUT:
+            message = f"timeout_ms: the inputs were not computed within {self._plan.body.timeout_ms} ms"
+            raise ServiceError("queue_timeout", message, param="timeout_ms")
+        if output.vector is None:
+            message = output.error or "the engine gave this request up"
+            raise ServiceError("generation_failed", f"input {index}: {message}")
+        self._vectors[index] = output.vector
+        if output.waits is not None:
+            metrics.queue_time.observe(output.waits[0])
+            metrics.prefill_time.observe(output.waits[1])
+
+    async def _render(self) -> Response:
+        if len(self._plan.requests) * self._plan.model.engine.info.vector_size > _LOOP_NUMBERS:
+            return await self._service.in_thread(self._answer)
+        return self._answer()
+
+    def _answer(self) -> Response:
+        plan, width = self._plan, self._plan.body.dimensions
+        normalizes = plan.model.text_vector.normalizes
+        vectors = [fitted(self._vectors[i], width, normalizes=normalizes) for i in range(len(plan.requests))]
+        is_text = plan.body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": i, "embedding": in_base64(its) if is_text else its.tolist()}
+            for i, its in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
+        return json_response({"object": "list", "model": plan.model.name, "data": data, "usage": usage})
+
+    def _close(self) -> Mapping[str, object]:
+        """Count the inputs by the reason of their end; return the fields for the log."""
+        reasons, metrics = Counter[str](), self._service.metrics
+        for i, request in enumerate(self._plan.requests):
+            unfinished = FinishReason.ERROR if self._is_failed else FinishReason.ABORT
+            reason = FinishReason.STOP if i in self._vectors else unfinished
+            metrics.count_ended(reason.value, len(request.prompt_token_ids), 0)
+            reasons[reason.value] += 1
+        metrics.request_latency.observe(time.perf_counter() - self._started_at)
+        return {"prompt_tokens": self._plan.num_tokens, "finish_reasons": dict(reasons), "user": self._plan.body.user}
+
+
+def fitted(vector: array[float], width: int | None, *, normalizes: bool) -> array[float]:
+    """Return the first `width` numbers of a vector, None for all, in fp32, and of the length 1 if it normalizes.
+
+    A vector of zeros stays one.
+    """
+    kept = vector[:width]
+    length = math.sqrt(math.fsum(number * number for number in kept)) if normalizes else 1.0
+    return array("f", [number / length for number in kept]) if length else kept
+
+
+def in_base64(vector: array[float]) -> str:
+    """Return the base64 of a vector, the lowest byte of each number first."""
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return base64.b64encode(vector).decode("ascii")

@@ -1,0 +1,70 @@
+"""The JSON shapes of POST /v1/embeddings: OpenAI's, with vLLM's add_special_tokens and our timeout_ms."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from gptserve.server.schemas.base import Text, _Model, _RequestModel
+from gptserve.server.schemas.completions import MAX_TIMEOUT_MS, PROMPT_RULE, Label, PromptIds, _kind, _told
+
+MAX_INPUTS = 2048  # OpenAI's limit
+
+
+def _cut(given: Any) -> Any:
+    """Cut a list of too many inputs to one over the limit: pydantic would check each of a million."""
+    return given[: MAX_INPUTS + 1] if _kind(given) in ("texts", "id lists") else given
+
+
+Input = Annotated[
+    Text
+    | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), _told(minItems=1), Tag("texts")]
+    | Annotated[PromptIds, Tag("ids")]
+    | Annotated[list[PromptIds], Field(max_length=MAX_INPUTS, fail_fast=True), _told(minItems=1), Tag("id lists")],
+    Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
+    BeforeValidator(_cut),
+]
+
+
+class EmbeddingRequest(_RequestModel):
+    """The body of POST /v1/embeddings."""
+
+    input: Input
+    """a text, a list of texts, or the token ids of one or of several"""
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64 is that of the numbers as fp32, the lowest byte first; default float"""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """the first so many numbers of each vector (Matryoshka), normalised again; default all"""
+    add_special_tokens: bool | None = None
+    """begin and end texts as the tokenizer does; default true"""
+    user: Label | None = None
+    """goes into the log"""
+    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
+    """the request ends with an error after this time"""
+
+
+class Embedding(_Model):
+    """The vector of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    """which input it is of"""
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(_Model):
+    """The tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(_Model):
+    """The answer of POST /v1/embeddings."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
