@@ -63,6 +63,7 @@ WITH_TORCH = {
     "gptserve.engine.model.batch",
     "gptserve.engine.model.decoder",
     "gptserve.engine.model.experts",
+    "gptserve.engine.model.routing",
     "gptserve.engine.model.group",
     "gptserve.engine.model.layers",
     "gptserve.engine.model.linear",

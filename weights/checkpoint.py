@@ -80,7 +80,7 @@ class Checkpoint:
         copies, pages = copier(torch.device(device)), HugePages()
         for name, source in self._sources.items():
             on, shapes = torch.device(device), self._shapes(name, source, keeps)
-            its_dtype = dtype if len(shapes) == 1 else torch.uint8
+            its_dtype = torch.float32 if source.is_wide else dtype if len(shapes) == 1 else torch.uint8
             make = torch.zeros if source.is_zero else partial(_empty, pages)
             tensors = {part: make(shape, dtype=its_dtype, device=on) for part, shape in shapes.items()}
             if not source.is_zero:

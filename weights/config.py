@@ -13,6 +13,7 @@ from typing import Literal
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["input", "output", "both", "sum"]
 Position = Literal["learned", "sinusoidal"]
+Score = Literal["softmax", "sigmoid"]
 Activation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh"]
 
 
@@ -28,15 +29,59 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts: a linear router picks the `num_active` of `num` feed-forwards with the highest scores.
+class Router:
+    """How a mixture chooses experts for a row and weighs them, given the row's logit l of each expert.
 
-    Their weights are the softmax of their scores, or, unless renormalised, what the softmax of all scores gives them.
+    The score of an expert is the softmax of all l, or the sigmoid of its own. Those with the highest scores are
+    chosen; their scores are their weights, divided by their sum if `renormalised`, and times `scale`.
+    """
+
+    score: Score = "softmax"
+    has_correction: bool = False
+    """A number of each expert is added to its score for the choice alone."""
+    num_groups: int = 1
+    """The experts are in so many groups of neighbours, of two or more."""
+    num_active_groups: int = 1
+    """Only experts of so many groups are chosen: those whose two highest scores have the highest sum."""
+    renormalised: bool = True
+    min_sum: float = 0.0
+    """Weights are divided by this where their sum is less."""
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order of the logits is the choice, and a softmax gives all weights."""
+        return self == Router(renormalised=self.renormalised)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: a linear router chooses `num_active` of `num` feed-forwards for a row.
+
+    Behind these stand `num_shared`, which all rows have. They are parts of one that is wider.
     """
 
     num: int
     num_active: int
-    renormalised: bool = True
+    router: Router = Router()
+    num_shared: int = 0
+    has_shared_gate: bool = False
+    """The weight of the shared experts is the sigmoid of one more logit of the router, not 1."""
+
+    @property
+    def num_all(self) -> int:
+        """How many feed-forwards there are."""
+        return self.num + self.num_shared
+
+    @property
+    def num_per_row(self) -> int:
+        """How many of them compute a row."""
+        return self.num_active + self.num_shared
+
+    @property
+    def num_logits(self) -> int:
+        """Outputs of the router."""
+        return self.num + self.has_shared_gate
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,13 @@ class RawConfig:
             raise self.error(name, f"an integer in [1, {limit}]")
         return value
 
+    def count(self, name: str, *, default: int = 0, limit: int = MAX_SIZE) -> int:
+        """Return an integer in [0, limit]."""
+        value = self.value(name, default)
+        if type(value) is not int or not 0 <= value <= limit:
+            raise self.error(name, f"an integer in [0, {limit}]")
+        return value
+
     def positive(self, name: str, *, default: float) -> float:
         """Return a finite number above 0."""
         value = self.value(name, default)

@@ -62,7 +62,8 @@ class Share:
                 source = replace(source, row_order=rows[kind] if order is None else tuple(order[i] for i in rows[kind]))
             elif kind in columns:
                 is_bias = name.endswith(".bias")
-                source = replace(source, is_zero=self.rank > 0) if is_bias else replace(source, columns=columns[kind])
+                span = columns[kind] if source.columns is None else _moved(columns[kind], source.columns[0])
+                source = replace(source, is_zero=self.rank > 0) if is_bias else replace(source, columns=span)
             found[name] = source
         return found
 

@@ -23,19 +23,20 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 """GELU and its approximations as in Hendrycks & Gimpel 2016, section 2."""
 
+_OF_ALL_THREADS: tuple[Activation, ...] = ("gelu", "gelu_tanh")
+"""Those that torch shares among all threads, however few elements each gets."""
 _GRAIN = 32768  # elements: at::internal::GRAIN_SIZE
 _VECTORS = 64  # elements that its loops take at once at most: two vectors of AVX-512 in bf16
 
 
 def activate(x: Tensor, activation: Activation | None) -> Tensor:
     """Return the activation of x, elementwise; on a CPU the bits of an element depend on it alone."""
-    if activation is None:
-        return x
-    size = _whole_vectors(x.numel(), activation) if x.device.type == "cpu" else x.numel()
-    if size == x.numel():
-        return _ACTIVATIONS[activation](x)
-    padded = functional.pad(x.flatten(), (0, size - x.numel()))
-    return _ACTIVATIONS[activation](padded)[: x.numel()].view(x.shape)
+    return x if activation is None else _by_vectors(x, _ACTIVATIONS[activation], activation in _OF_ALL_THREADS)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + e^-x), elementwise; on a CPU the bits of an element depend on it alone."""
+    return _by_vectors(x.contiguous(), torch.sigmoid)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
@@ -51,14 +52,23 @@ def gated(x: Tensor, activation: Activation, limit: float | None) -> Tensor:
     return activate(gate, activation) * up
 
 
-def _whole_vectors(size: int, activation: Activation) -> int:
+def _by_vectors(x: Tensor, compute: Callable[[Tensor], Tensor], is_of_all_threads: bool = False) -> Tensor:
+    """Return compute(x), an operation of each element; on a CPU all are computed in whole vectors."""
+    size = _whole_vectors(x.numel(), is_of_all_threads) if x.device.type == "cpu" else x.numel()
+    if size == x.numel():
+        return compute(x)
+    padded = functional.pad(x.flatten(), (0, size - x.numel()))
+    return compute(padded)[: x.numel()].view(x.shape)
+
+
+def _whole_vectors(size: int, is_of_all_threads: bool) -> int:
     """Return the next size that torch cuts into whole vectors for its threads.
 
     What is left of a thread's part after the last whole vector is computed by other code, which has other bits. There
     is a part for each thread, but most operations have none of less than _GRAIN.
     """
     num_parts = torch.get_num_threads()
-    if activation not in ("gelu", "gelu_tanh"):
+    if not is_of_all_threads:
         num_parts = max(1, min(num_parts, math.ceil(size / _GRAIN)))
     unit = _VECTORS * num_parts
     return math.ceil(size / unit) * unit

@@ -16,47 +16,29 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.linear import Linear
-from gptserve.weights.config import Experts
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Returns the experts [T, K] of rows [T, hidden], and their fp32 weights; routing.py has it."""
 
 
 class MixtureOfExperts:
-    """The sum of the experts that a row chooses by its router logits, weighted as `weigh` says.
+    """The weighted sum of the experts of a row.
 
     engine/backends/cpu/csrc/experts.cpp computes the same.
     """
 
-    def __init__(self, shape: Experts, router: Linear, experts: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        self._shape, self._router, self._experts = shape, router, experts
+    def __init__(self, route: Route, experts: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self._route, self._experts = route, experts
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        logits_TE = self._router(x)
-        top_TK, chosen_TK = choose(logits_TE, self._shape.num_active)
-        weights_TK1 = weigh(top_TK, logits_TE, renormalised=self._shape.renormalised).unsqueeze(-1)
+        chosen_TK, weights_TK = self._route(x)
         parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
         # The host starts the chosen experts, so on a GPU this waits for the router.
         for e in sorted(set(chosen_TK.flatten().tolist())):
             rows, ranks = torch.where(chosen_TK == e)
             parts_TKH[rows, ranks] = self._experts[e](x[rows]).float()
-        y = (parts_TKH * weights_TK1).sum(1).to(x.dtype)
+        y = (parts_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x.dtype)
         return y if residual is None else residual + y
-
-
-def choose(logits_TE: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
-    """Return each row's highest logits in fp32 and their experts [T, K], the highest first; of equals the first expert.
-
-    NaN ranks above all numbers, so that it is not passed over.
-    """
-    found_TE, experts_TE = logits_TE.float().sort(dim=-1, descending=True, stable=True)
-    return found_TE[:, :num_active], experts_TE[:, :num_active]
-
-
-def weigh(top_TK: Tensor, logits_TE: Tensor, *, renormalised: bool) -> Tensor:
-    """Return the fp32 weights [T, K] of the highest logits: the softmax of these, or their part of that of all."""
-    if renormalised:
-        return top_TK.softmax(-1)
-    return (top_TK - logits_TE.float().logsumexp(-1, keepdim=True)).exp()
 
 
 class Routing(NamedTuple):
@@ -95,27 +77,23 @@ class GroupedExperts:
 
     def __init__(
         self,
-        shape: Experts,
-        router: Linear,
+        route: Route,
         weights: dict[str, Tensor],
         activate: Callable[[Tensor], Tensor],
         products: ExpertProducts,
     ) -> None:
         """Take `weights` of `stack`; `activate` maps an output of ffn_up to an input of ffn_down."""
-        self._shape, self._router, self._weights = shape, router, weights
-        self._activate, self._products = activate, products
+        self._route, self._weights, self._activate, self._products = route, weights, activate, products
         up = weights["ffn_up.weight"]
         self._bounds_E1 = torch.arange(len(up) + 1, device=up.device)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        logits_TE = self._router(x)
-        top_TK, chosen_TK = choose(logits_TE, self._shape.num_active)
+        chosen_TK, weights_TK = self._route(x)
         experts_P, pairs_P = chosen_TK.flatten().sort(stable=True)
         routing = Routing(pairs_P, torch.searchsorted(experts_P, self._bounds_E1, out_int32=True))
         h = self._activate(self._multiply(x, "ffn_up", routing, x.dtype))
         parts = self._multiply(h, "ffn_down", routing, torch.float32)
-        weights_TK = weigh(top_TK, logits_TE, renormalised=self._shape.renormalised)
         return self._products.sum(parts, weights_TK, residual, x.dtype)
 
     def _multiply(self, x: Tensor, linear: str, routing: Routing, out_dtype: torch.dtype) -> Tensor:

@@ -15,11 +15,11 @@ from torch import Tensor
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
-from gptserve.engine.model.linear import Affine
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import BlockWriter, Operations, WritePart
 from gptserve.engine.model.rotary import Rotation, rotate_
+from gptserve.engine.model.routing import take_route
 from gptserve.weights.config import Experts, LayerConfig, ModelConfig
 
 
@@ -242,14 +242,9 @@ def take_feed_forward(
     """Return the feed-forward of the block of this name, a mixture if it has experts."""
     if experts is None:
         return FeedForward(config, source, name)
-    # Not quantized: it is small, and its errors would choose other experts.
-    weight = source.take(f"{name}.router.weight")
-    bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
-    router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", Affine(weight, bias))
-    operations = source.operations
+    route, operations = take_route(experts, source, f"{name}.router", bias=config.ffn_bias), source.operations
     if operations.experts is not None:
-        weights = stack(source.take, name, experts.num, config.ffn_bias)
-        return GroupedExperts(experts, router, weights, _activation(config, operations), operations.experts)
-    return MixtureOfExperts(
-        experts, router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num)]
-    )
+        weights = stack(source.take, name, experts.num_all, config.ffn_bias)
+        return GroupedExperts(route, weights, _activation(config, operations), operations.experts)
+    ffns = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num_all)]
+    return MixtureOfExperts(route, ffns)

@@ -37,6 +37,8 @@ class StreamedTensors:
         self._waiting: dict[str, Tensor] = {}
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
+        self.corrections: dict[str, Tensor] = {}
+        """What routers add to scores for the choice, fp32, by the router's name."""
         self.attentions: list[AttentionSpec] = []
 
     def take(self, name: str) -> Tensor:

@@ -38,7 +38,7 @@ _PARTS = {
     "embedding": ("embed", "embed_in"),
     "position": ("position",),
     "attention": ("qkv", "attn_out", "sinks"),
-    "feed-forward": ("ffn_up", "ffn_down", "router"),
+    "feed-forward": ("ffn_up", "ffn_down", "router", "correction"),
     "norms": (),  # all tensors named ..._norm
     "head": ("head", "embed_out"),
 }
@@ -157,7 +157,7 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     for layer in model.distinct_layers:
         shapes |= {(hidden, layer.qkv_size), (layer.q_size, hidden)}
         shapes |= {(hidden, layer.ffn_size * (2 if model.gated_ffn else 1)), (layer.ffn_size, hidden)}
-        shapes |= {(hidden, layer.experts.num)} if layer.experts else set()
+        shapes |= {(hidden, layer.experts.num_logits)} if layer.experts else set()
     return shapes
 
 

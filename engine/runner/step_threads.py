@@ -35,8 +35,8 @@ class StepWork:
             self._head += model.vocab_size * (model.embed_size or model.hidden_size)
         self._attention_weights = counts["attention"]
         ffns = ((experts or Experts(1, 1), count) for experts, count in feed_forward_counts(model).items())
-        self._ffns = [(experts.num, experts.num_active, count // experts.num) for experts, count in ffns]
-        """How many experts, how many of them a row chooses, and the parameters of one, over all such layers."""
+        self._ffns = [(experts.num_all, experts.num_per_row, count // experts.num_all) for experts, count in ffns]
+        """How many experts, how many of them a row has, and the parameters of one, over all such layers."""
         self._attention = _ATTENTION_COST * 2 * sum(layer.q_size for layer in model.layers)
         self._draw = _DRAW_COST * model.vocab_size
 

@@ -31,6 +31,10 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
             parameter.data.copy_(drawn + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
         elif spread and not name.endswith(("conv1d",)):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    corrections = torch.Generator().manual_seed(2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=corrections) * 0.2)
     model.save_pretrained(folder, **saving)
 
 

@@ -16,6 +16,16 @@ _LLAMA = {
     "num_key_value_heads": 2,
 }
 _DEEP = {**_LLAMA, "num_hidden_layers": 4}
+_GLM_MOE = {
+    **_LLAMA,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 _NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
 _OPT = {
@@ -205,6 +215,52 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.22,
             "logits_scaling": 3.0,
         },
+    ),
+    "Qwen2 MoE": (
+        "qwen2_moe",
+        {
+            **_LLAMA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "Qwen2 MoE, past its windows": (
+        "qwen2_moe",
+        {
+            **_DEEP,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "max_window_layers": 3,
+        },
+    ),
+    "GLM 4.5": ("glm4_moe", _GLM_MOE),
+    "GLM 4.5, in groups": ("glm4_moe", {**_GLM_MOE, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
+    "dots.llm1": (
+        "dots1",
+        {**_GLM_MOE, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "sliding_window": 12, "max_window_layers": 1},
+    ),
+    "ERNIE 4.5 MoE": (
+        "ernie4_5_moe",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    "MiniMax M2": (
+        "minimax_m2",
+        {**_LLAMA, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 12},
     ),
     "nanochat": ("nanochat", {**_LLAMA, "final_logit_softcapping": 4.0, "pad_token_id": 0}),
     "OLMo 2": ("olmo2", {**_LLAMA, "pad_token_id": 0}),

@@ -16,10 +16,12 @@ from gptserve.weights.families.cohere import COHERE, COHERE2
 from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.cwm import CWM
 from gptserve.weights.families.ernie4_5 import ERNIE4_5
+from gptserve.weights.families.ernie4_5_moe import ERNIE4_5_MOE
 from gptserve.weights.families.exaone4 import EXAONE4
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA, GEMMA2, GEMMA3
 from gptserve.weights.families.glm import GLM, GLM4
+from gptserve.weights.families.glm4_moe import DOTS1, GLM4_MOE
 from gptserve.weights.families.gpt2 import GPT2
 from gptserve.weights.families.gpt_bigcode import GPT_BIGCODE
 from gptserve.weights.families.gpt_neo import GPT_NEO
@@ -29,6 +31,7 @@ from gptserve.weights.families.gptj import GPTJ
 from gptserve.weights.families.granite import GRANITE, GRANITE_MOE
 from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.llama import LLAMA
+from gptserve.weights.families.minimax_m2 import MINIMAX_M2
 from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
 from gptserve.weights.families.mixtral import MIXTRAL
 from gptserve.weights.families.mpt import MPT
@@ -42,7 +45,7 @@ from gptserve.weights.families.opt import OPT
 from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
-from gptserve.weights.families.qwen_moe import QWEN3_MOE
+from gptserve.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
@@ -76,7 +79,7 @@ FAMILIES: dict[str, Family] = {
             STABLELM,
             STARCODER2,
         ),
-        *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2),
         *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
     )
 }

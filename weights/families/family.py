@@ -16,7 +16,9 @@ layer; linears are [out, in]):
         attn_out         [hidden, H * D]
         ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
         ffn_down         [hidden, ffn]
-        router           [experts, hidden]; ffn_up and ffn_down are then those of each experts.{e}.
+        router           [experts, hidden], with one more row for a gate of the shared experts
+        router.correction [experts], fp32
+        experts.{e}.     ffn_up and ffn_down of each instead of those above, the shared ones last
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Source:
     one expert of all that are stored as one tensor. row_order, if given, lists the joined row for each canonical row:
     a fused projection may be stored with its heads interleaved, and a rank may have some of the rows. columns, if
     given, are the start and end of those that it has. is_zero: it has zeros, since another rank has the values.
+    is_wide: it stays in fp32, whatever the dtype of computation.
     """
 
     parts: tuple[tuple[str, Shape], ...]
@@ -62,6 +65,7 @@ class Source:
     row_order: tuple[int, ...] | None = None
     columns: tuple[int, int] | None = None
     is_zero: bool = False
+    is_wide: bool = False
 
     @property
     def joined_shape(self) -> Shape:

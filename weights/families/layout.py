@@ -6,9 +6,10 @@ Knows no family. Canonical names and those in the file stand without `.weight` a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from gptserve.weights.config import LayerConfig, ModelConfig
+from gptserve.weights.config import Experts, LayerConfig, ModelConfig
 from gptserve.weights.families.family import MAX_LAYERS, Source
 
 Names = Mapping[str, str | tuple[str, ...]]
@@ -86,29 +87,72 @@ def _named(
     return linear(name, parts, num_in, bias=bias, row_order=order, transpose=transpose)
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The names of the feed-forward that is the shared experts, side by side; {} stands for the layer's number."""
+
+    up: tuple[str, ...]
+    down: str
+    gate: str = ""
+    """The linear of one row behind the router's."""
+
+
 def with_experts(
-    dense: Callable[[ModelConfig], dict[str, Source]], router: str, up: tuple[str, ...], down: str
+    dense: Callable[[ModelConfig], dict[str, Source]],
+    router: str,
+    up: tuple[str, ...],
+    down: str,
+    *,
+    correction: str = "",
+    has_correction_rows: bool = False,
+    shared: Shared | None = None,
 ) -> Callable[[ModelConfig], dict[str, Source]]:
     """Return `dense` with the routers and experts of the layers that have them, each expert stored apart, in order.
 
-    The names have the number of the layer and, but for the router's, that of the expert.
+    The names have the number of the layer and, those of an expert, its own. A correction may be the only row of a
+    matrix.
     """
 
     def sources(config: ModelConfig) -> dict[str, Source]:
-        found, bias = dense(config), config.ffn_bias
+        found, bias, hidden = dense(config), config.ffn_bias, config.hidden_size
         for number, layer in enumerate(config.layers):
-            if layer.experts is None:
+            experts, ffn, block = layer.experts, layer.ffn_size, f"blocks.{number}."
+            if experts is None:
                 continue
-            hidden, ffn, num = config.hidden_size, layer.ffn_size, layer.experts.num
-            block = f"blocks.{number}."
-            found |= linear(f"{block}router", [(router.format(number), num)], hidden, bias=bias)
-            for e in range(num):
+            rows = [(router.format(number), experts.num)]
+            if experts.has_shared_gate:
+                assert shared is not None
+                rows.append((shared.gate.format(number), 1))
+            found |= linear(f"{block}router", rows, hidden, bias=bias)
+            if experts.router.has_correction:
+                shape = (1, experts.num) if has_correction_rows else (experts.num,)
+                entry = 0 if has_correction_rows else None
+                stored = ((correction.format(number), shape),)
+                found[f"{block}router.correction"] = Source(stored, entry=entry, is_wide=True)
+            for e in range(experts.num):
                 parts = [(part.format(number, e), ffn) for part in up]
                 found |= linear(f"{block}experts.{e}.ffn_up", parts, hidden, bias=bias)
                 found |= linear(f"{block}experts.{e}.ffn_down", [(down.format(number, e), hidden)], ffn, bias=bias)
+            if experts.num_shared:
+                assert shared is not None
+                found |= _shared_experts(shared, number, experts, hidden, ffn)
         return in_order(found)
 
     return sources
+
+
+def _shared_experts(shared: Shared, number: int, experts: Experts, hidden: int, ffn: int) -> dict[str, Source]:
+    """Return the shared experts of a layer: each has its rows of the parts of ffn_up, and its columns of ffn_down."""
+    found, width = dict[str, Source](), ffn * experts.num_shared
+    up = tuple((f"{part.format(number)}.weight", (width, hidden)) for part in shared.up)
+    down = ((f"{shared.down.format(number)}.weight", (hidden, width)),)
+    for i in range(experts.num_shared):
+        name, is_alone = f"blocks.{number}.experts.{experts.num + i}.", experts.num_shared == 1
+        start, end = i * ffn, (i + 1) * ffn
+        order = tuple(part * width + row for part in range(len(up)) for row in range(start, end))
+        found[f"{name}ffn_up.weight"] = Source(up, row_order=None if is_alone else order)
+        found[f"{name}ffn_down.weight"] = Source(down, columns=None if is_alone else (start, end))
+    return found
 
 
 def in_order(sources: dict[str, Source]) -> dict[str, Source]:

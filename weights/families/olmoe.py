@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.config import Experts, ModelConfig, Router
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.llama import IGNORED, read_llama_config
 from gptserve.weights.families.mixtral import MAX_EXPERTS
@@ -22,7 +22,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     if num * config.num_layers > MAX_EXPERTS:
         raise raw.error("num_experts", f"an integer in [1, {MAX_EXPERTS // config.num_layers}]")
     num_active = raw.size("num_experts_per_tok", default=8, limit=num)
-    experts = Experts(num, num_active, renormalised=raw.boolean("norm_topk_prob", default=False))
+    experts = Experts(num, num_active, Router(renormalised=raw.boolean("norm_topk_prob", default=False)))
     config = config.change_layers(lambda layer: replace(layer, experts=experts))
     return replace(config, qk_norm="projection")
 

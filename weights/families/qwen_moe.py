@@ -1,41 +1,74 @@
-"""Qwen3's mixtures of experts: Qwen3 with 128 experts in place of each feed-forward, or of some.
+"""Qwen's mixtures: Qwen3 with 128 experts in place of each feed-forward, or of some; Qwen2 with shared ones beside.
 
-Yang et al., "Qwen3 Technical Report" (2025).
+Yang et al., "Qwen2 Technical Report" (2024) and "Qwen3 Technical Report" (2025).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.config import Experts, ModelConfig, Router
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig
-from gptserve.weights.families.llama import IGNORED, llama_sources
+from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, with_windows
+from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 from gptserve.weights.families.mixtral import MAX_EXPERTS
+from gptserve.weights.families.mixtures import read_num_experts, with_mixtures
 from gptserve.weights.families.qwen import read_qwen3_config
 
 _EXPERT = "layers.{}.mlp.experts.{}."
 
 
-def _read_config(raw: RawConfig) -> ModelConfig:
+def _read_qwen3(raw: RawConfig) -> ModelConfig:
     raw.default(num_key_value_heads=4)
     config = read_qwen3_config(raw)
     num = raw.size("num_local_experts", default=raw.size("num_experts", default=128))
     if num * config.num_layers > MAX_EXPERTS:
         raise raw.error("num_experts", f"an integer in [1, {MAX_EXPERTS // config.num_layers}]")
     num_active = raw.size("num_experts_per_tok", default=8, limit=num)
-    experts = Experts(num, num_active, renormalised=raw.boolean("norm_topk_prob", default=False))
-    width = raw.size("moe_intermediate_size", default=768, limit=MAX_WIDTH)
+    experts = Experts(num, num_active, Router(renormalised=raw.boolean("norm_topk_prob", default=False)))
+    return _with_mixtures(raw, config, experts, raw.size("moe_intermediate_size", default=768, limit=MAX_WIDTH))
+
+
+def _read_qwen2(raw: RawConfig) -> ModelConfig:
+    raw.default(num_key_value_heads=16, max_window_layers=28, sliding_window=4096)
+    config = replace(read_llama_config(raw), qkv_bias=raw.boolean("qkv_bias", default=True), attn_out_bias=False)
+    if raw.boolean("use_sliding_window", default=False):
+        end = raw.count("max_window_layers")
+        config = with_windows(raw, config, lambda layer: layer % 2 == 0 and layer < end)
+    raw.skip("sliding_window", "max_window_layers", "layer_types")
+    num = read_num_experts(raw, ("num_experts",), config.num_layers, 60)
+    width = raw.size("moe_intermediate_size", default=1408, limit=MAX_WIDTH)
+    shared_width = raw.size("shared_expert_intermediate_size", default=5632, limit=MAX_WIDTH)
+    if shared_width % width:
+        raise raw.error("shared_expert_intermediate_size", f"a multiple of moe_intermediate_size ({width})")
+    experts = Experts(
+        num,
+        raw.size("num_experts_per_tok", default=4, limit=num),
+        Router(renormalised=raw.boolean("norm_topk_prob", default=False)),
+        num_shared=shared_width // width,
+        has_shared_gate=True,
+    )
+    return _with_mixtures(raw, config, experts, width)
+
+
+def _with_mixtures(raw: RawConfig, config: ModelConfig, experts: Experts, width: int) -> ModelConfig:
     step, dense = raw.size("decoder_sparse_step", default=1), raw.token_ids("mlp_only_layers", config.num_layers)
-    layers = [
-        replace(layer, experts=experts, ffn_size=width) if (i + 1) % step == 0 and i not in dense else layer
-        for i, layer in enumerate(config.layers)
-    ]
-    return replace(config, layers=tuple(layers))
+    return with_mixtures(config, experts, width, lambda layer: (layer + 1) % step == 0 and layer not in dense)
 
 
 qwen_moe_sources = layout.with_experts(
     llama_sources, "layers.{}.mlp.gate", (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"), f"{_EXPERT}down_proj"
 )
+_SHARED = "layers.{}.mlp.shared_expert."
+_qwen2_sources = layout.with_experts(
+    llama_sources,
+    "layers.{}.mlp.gate",
+    (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
+    f"{_EXPERT}down_proj",
+    shared=layout.Shared(
+        (f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj", "layers.{}.mlp.shared_expert_gate"
+    ),
+)
 
-QWEN3_MOE = Family("qwen3_moe", _read_config, qwen_moe_sources, ignored=IGNORED)
+QWEN2_MOE = Family("qwen2_moe", _read_qwen2, _qwen2_sources, ignored=IGNORED)
+QWEN3_MOE = Family("qwen3_moe", _read_qwen3, qwen_moe_sources, ignored=IGNORED)

@@ -23,7 +23,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
-from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
+from gptserve.engine.backends.cpu.program import Experts, Gate, Norm, Program, Rotation, Router, Table, route_bytes
 from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, Cache
@@ -37,8 +37,8 @@ from gptserve.weights.config import LayerConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
-_WIDE = ("x", "taken", "logits")
-"""The buffers that are always in fp32: those of the residual stream, and the logits."""
+_WIDE = ("x", "taken", "logits", "wide_scores")
+"""The buffers that are always in fp32: those of the residual stream, the logits, and those of choices by scores."""
 
 
 def native_decoder(
@@ -110,7 +110,7 @@ def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
 def _layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the elements of a row of the buffers of a layer, by their kind."""
     experts = layer.experts
-    num_ffns = 1 if experts is None else experts.num_active
+    num_ffns = 1 if experts is None else experts.num_per_row
     widths = {
         "qkv": layer.qkv_size,
         "heads": layer.q_size,
@@ -118,9 +118,14 @@ def _layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) -
         "gated": num_ffns * layer.ffn_size,
     }
     if experts is not None:
-        routes = num_ffns * ROUTE_BYTES // dtype.itemsize
-        widths |= {"scores": experts.num, "routes": routes, "pairs": num_ffns * config.hidden_size}
+        routes = route_bytes(experts) // dtype.itemsize
+        widths |= {_scores(experts): experts.num_logits, "routes": routes, "pairs": num_ffns * config.hidden_size}
     return widths
+
+
+def _scores(experts: Mixture) -> str:
+    """Return the kind of the buffer of the router's logits."""
+    return "scores" if experts.router.is_plain else "wide_scores"
 
 
 def _at(kind: str, width: int) -> str:
@@ -318,22 +323,39 @@ class _Writer:
         return append
 
     def _mixture(self, name: str, experts: Mixture, buffers: Mapping[str, str]) -> WritePart:
+        scores = buffers[_scores(experts)]
         data = Experts(
-            ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num)),
-            downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num)),
+            ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num_all)),
+            downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num_all)),
+            router=self._kept(self._router(name, experts)),
             gate=self._kept(self._gate()) if self._config.gated_ffn else None,
-            ends=self._kept((c_int32 * experts.num)()),
+            ends=self._kept((c_int32 * experts.num_all)()),
             num=experts.num,
             num_active=experts.num_active,
-            renormalised=experts.renormalised,
-            **{kind: self.program.number(buffers[kind]) for kind in ("scores", "routes", "pairs", "up", "gated")},
+            num_shared=experts.num_shared,
+            scores=self.program.number(scores),
+            **{kind: self.program.number(buffers[kind]) for kind in ("routes", "pairs", "up", "gated")},
         )
 
         def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.router", source, buffers["scores"])
+            self._linear(f"{name}.router", source, scores)
             self.program.add("experts", source, target, data, residual=residual)
 
         return append
+
+    def _router(self, name: str, experts: Mixture) -> Router:
+        router = experts.router
+        return Router(
+            correction=self._address(self._parts.corrections[f"{name}.router"]) if router.has_correction else None,
+            num_groups=router.num_groups,
+            num_active_groups=router.num_active_groups,
+            min_sum=router.min_sum,
+            scale=router.scale,
+            plain=router.is_plain,
+            sigmoid=router.score == "sigmoid",
+            renormalised=router.renormalised,
+            shared_gate=experts.has_shared_gate,
+        )
 
     def _gate(self) -> Gate:
         """Return the gate, as `gated` in activation.py defines it."""

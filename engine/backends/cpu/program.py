@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from gptserve.engine.backends.cpu import native
+from gptserve.weights.config import Experts as Mixture
 
 Kind = Literal[
     "linear", "attend", "experts", "take", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add", "copy"
@@ -59,17 +60,36 @@ class Attend(Structure):
     )
 
 
+class Router(Structure):
+    """Router of program.h."""
+
+    _fields_ = native.members(
+        (c_void_p, "correction"),
+        (c_int64, "num_groups num_active_groups"),
+        (c_float, "min_sum scale"),
+        (c_int32, "plain sigmoid renormalised shared_gate"),
+    )
+
+
 ROUTE_BYTES = 12
 """Of a pair in the buffer of Experts.routes."""
+SCORE_BYTES = 4
+"""Of a score, and of a group's, in that buffer."""
+
+
+def route_bytes(experts: Mixture) -> int:
+    """Return the bytes of a row of the buffer of Experts.routes."""
+    num_scores = 0 if experts.router.is_plain else 2 * experts.num + experts.router.num_groups
+    return experts.num_per_row * ROUTE_BYTES + num_scores * SCORE_BYTES
 
 
 class Experts(Structure):
     """Experts of program.h."""
 
     _fields_ = native.members(
-        (c_void_p, "ups downs gate ends"),
-        (c_int64, "num num_active"),
-        (c_int32, "scores routes pairs up gated renormalised"),
+        (c_void_p, "ups downs router gate ends"),
+        (c_int64, "num num_active num_shared"),
+        (c_int32, "scores routes pairs up gated"),
     )
 
 

@@ -157,8 +157,14 @@ def load(folder: Path, raw: dict[str, Any], doubtful_keys: DoubtfulKeys = "accep
     return load_config(folder, doubtful_keys)
 
 
-IDS = {model_type: {"bos_token_id": 0, "eos_token_id": 0} for model_type in ("arcee", "starcoder2")}
-"""Where those of transformers' class lie outside of its vocabulary."""
+_IDS = {"bos_token_id": 0, "eos_token_id": 0}
+NEEDED: dict[str, dict[str, int]] = {
+    "arcee": _IDS,
+    "starcoder2": _IDS,
+    "glm4_moe": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+}
+"""What no model can be without, where transformers' class has no value, or one outside of its vocabulary."""
 
 
 SEEING = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -169,7 +175,7 @@ def default_config(model_type: str, *, use_diff: bool = False) -> dict[str, Any]
     """What transformers writes for a model of its default size."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type, **IDS.get(model_type, {}))
+    config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
     raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=use_diff))
     return raw
 
@@ -184,7 +190,7 @@ def test_what_transformers_writes_is_accepted(model_type: str, use_diff: bool, t
 def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type, **IDS.get(model_type, {}))
+    config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
     config.save_pretrained(tmp_path)
     saved = load_config(tmp_path)
 

@@ -27,7 +27,7 @@ enum Kind {
     ADD,           // out is in plus residual
     COPY,          // out is in, in the type of out
     // Parts of EXPERTS, which only experts.cpp writes; data: Experts.
-    CHOOSE,  // in are the scores
+    CHOOSE,  // in are the logits of the router
     GATHER,  // out are the pairs
     MIX,     // in are the pairs
     NUM_KINDS,
@@ -99,33 +99,48 @@ struct Gate {
     int32_t activation;
 };
 
-// A mixture of experts: the sum of the outputs of the num_active experts with a row's highest scores, weighted by a
-// softmax of scores. Of equal scores the first ranks highest; a row with a score that is NaN gives NaN. A pair is
-// a row and an expert that it chose: buffers of pairs have num_active times the width of one.
+// How a mixture chooses and weighs experts: Router of weights/config.py has the meaning of each field.
+struct Router {
+    const float* correction;  // [num] of the experts that are chosen, or null
+    int64_t num_groups, num_active_groups;
+    float min_sum, scale;
+    int32_t plain;        // whether the choice is that of the highest logits, and a softmax gives all weights
+    int32_t sigmoid;      // whether a score is the sigmoid of a logit, not of the softmax of all
+    int32_t renormalised;
+    int32_t shared_gate;  // whether the weight of shared experts is the sigmoid of the last logit, not 1
+};
+
+// A mixture of experts: the weighted sum of the outputs of the num_active experts with a row's highest scores, and of
+// all those behind the first num, which are shared. Of equal scores the first ranks highest; a row with a score that is
+// NaN gives NaN. A pair is a row and an expert that it has: buffers of pairs have as many times the width of one.
 struct Experts {
-    const Linear* const* ups;    // [num]
-    const Linear* const* downs;  // [num]
+    const Linear* const* ups;    // [num + num_shared]
+    const Linear* const* downs;  // [num + num_shared]
+    const Router* router;
     const Gate* gate;            // between them; null: ups have the activation
-    int32_t* ends;               // [num], scratch: where the pairs of an expert end, sorted by expert
-    int64_t num, num_active;
-    int32_t scores;              // the buffer [rows][num] of the router's output, which the operation reads, too
+    int32_t* ends;               // [num + num_shared], scratch: where the pairs of an expert end, sorted by expert
+    int64_t num, num_active, num_shared;
+    int32_t scores;              // the buffer [rows][num or more] of the router's logits, which the operation reads, too
     int32_t routes;              // from here on buffers for scratch: of the rows' Routes
     int32_t pairs;               // of inputs, then outputs
     int32_t up, gated;           // of outputs of ups, and of the gate, if there is one
-    int32_t renormalised;        // whether the weights of the chosen are the softmax of their scores, not of all
 };
 
-// What a row has of its choices, highest score first.
+static inline int64_t experts_per_row(const Experts& experts) { return experts.num_active + experts.num_shared; }
+
+// What a row has of its experts: the chosen ones, highest score first, and the shared ones.
 struct Routes {
-    int32_t* experts;  // [num_active]
-    float* weights;    // [num_active]
-    int32_t* places;   // [num_active], of its pairs among all pairs
+    int32_t* experts;  // [experts_per_row]
+    float* weights;    // [experts_per_row]
+    int32_t* places;   // [experts_per_row], of its pairs among all pairs
+    float* scratch;    // [num] scores, [num] that rank them, [num_groups]; only unless the router is plain
 };
 
 static inline Routes routes_of(const Experts& experts, const Program& program, int64_t row) {
-    const int64_t num = experts.num_active;
-    int32_t* start = (int32_t*)program.buffers[experts.routes].data + row * 3 * num;
-    return {start, (float*)(start + num), start + 2 * num};
+    const int64_t num = experts_per_row(experts);
+    const int64_t num_scratch = experts.router->plain ? 0 : 2 * experts.num + experts.router->num_groups;
+    int32_t* start = (int32_t*)program.buffers[experts.routes].data + row * (3 * num + num_scratch);
+    return {start, (float*)(start + num), start + 2 * num, (float*)(start + 3 * num)};
 }
 
 // in is the fused queries, keys and values.

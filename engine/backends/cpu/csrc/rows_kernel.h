@@ -181,40 +181,127 @@ static void gate(const Operation& op, const Program& program, const Step&, int64
 
 static inline bool ranks_above(float a, float b) { return a > b || (a != a && b == b); }
 
-template <class T>
-static void choose(const Operation& op, const Program& program, const Step&, int64_t row) {
-    const Experts& experts = *(const Experts*)op.data;
-    const Routes routes = routes_of(experts, program, row);
-    const T* scores = row_of<T>(program, op.in, row);
-    float* best = routes.weights;  // first the highest scores
+// Find the num_best of num_scores scores that rank highest, the highest first; of equal ones the first. `get(i, count)`
+// returns some of them.
+template <class Get>
+static inline void find_best(int64_t num_scores, int64_t num_best, Get get, float* best, int32_t* places) {
     int64_t num_found = 0;
-    each(experts.num, [&](int64_t start, int count) {
+    each(num_scores, [&](int64_t start, int count) {
         float wide[16];
-        store(wide, 16, load(scores + start, count));
+        store(wide, 16, get(start, count));
         for (int i = 0; i < count; i++) {
-            if (num_found == experts.num_active && !ranks_above(wide[i], best[num_found - 1])) continue;
-            int64_t at = num_found < experts.num_active ? num_found++ : num_found - 1;
+            if (num_found == num_best && !ranks_above(wide[i], best[num_found - 1])) continue;
+            int64_t at = num_found < num_best ? num_found++ : num_found - 1;
             for (; at > 0 && ranks_above(wide[i], best[at - 1]); at--) {
                 best[at] = best[at - 1];
-                routes.experts[at] = routes.experts[at - 1];
+                places[at] = places[at - 1];
             }
             best[at] = wide[i];
-            routes.experts[at] = (int32_t)(start + i);
+            places[at] = (int32_t)(start + i);
         }
     });
+}
+
+// Weigh the chosen, whose logits stand in the place of their weights.
+template <class T>
+static inline void weigh_plain(const Experts& experts, Row<T> logits, float* best) {
     const Floats highest = broadcast(best[0]);
     Floats sums = broadcast(0);
     each(experts.num_active, [&](int64_t i, int count) {
         const Floats y = exp_of(load(best + i, count) - highest);
-        if (experts.renormalised) sums = sums + first(y, count);
+        if (experts.router->renormalised) sums = sums + first(y, count);
         store(best + i, count, y);
     });
-    if (!experts.renormalised)
+    if (!experts.router->renormalised)
         each(experts.num, [&](int64_t i, int count) {
-            sums = sums + first(exp_of(load(scores + i, count) - highest), count);
+            sums = sums + first(exp_of(logits.get(i, count) - highest), count);
         });
     const Floats sum = broadcast(sum_of(sums));
     each(experts.num_active, [=](int64_t i, int count) { store(best + i, count, load(best + i, count) / sum); });
+}
+
+// Store the scores of all experts.
+template <class T>
+static inline void score(const Experts& experts, Row<T> logits, float* scores) {
+    const Floats one = broadcast(1.f);
+    if (experts.router->sigmoid) {
+        each(experts.num, [=](int64_t i, int count) {
+            store(scores + i, count, times_sigmoid(one, logits.get(i, count)));
+        });
+        return;
+    }
+    float highest;
+    int32_t place;
+    find_best(experts.num, 1, [=](int64_t i, int count) { return logits.get(i, count); }, &highest, &place);
+    Floats sums = broadcast(0);
+    each(experts.num, [&](int64_t i, int count) {
+        const Floats y = exp_of(logits.get(i, count) - broadcast(highest));
+        sums = sums + first(y, count);
+        store(scores + i, count, y);
+    });
+    const Floats sum = broadcast(sum_of(sums));
+    each(experts.num, [=](int64_t i, int count) { store(scores + i, count, load(scores + i, count) / sum); });
+}
+
+// Set what ranks experts to -inf outside the groups of which a row chooses.
+static inline void close_groups(const Experts& experts, float* ranked, float* groups) {
+    const int64_t num = experts.router->num_groups, size = experts.num / num;
+    for (int64_t g = 0; g < num; g++) {
+        float best[2];
+        int32_t places[2];
+        const float* its = ranked + g * size;
+        find_best(size, 2, [=](int64_t i, int count) { return load(its + i, count); }, best, places);
+        groups[g] = best[0] + best[1];
+    }
+    for (int64_t g = 0; g < num; g++) {
+        int64_t num_above = 0;
+        for (int64_t h = 0; h < num; h++)
+            num_above += ranks_above(groups[h], groups[g]) || (h < g && !ranks_above(groups[g], groups[h]));
+        if (num_above < experts.router->num_active_groups) continue;
+        each(size, [=](int64_t i, int count) { store(ranked + g * size + i, count, broadcast(-__builtin_inff())); });
+    }
+}
+
+// Weigh the chosen by their scores.
+static inline void weigh_scores(const Experts& experts, const Routes& routes, const float* scores) {
+    const Router& router = *experts.router;
+    float sum = 0;
+    for (int64_t k = 0; k < experts.num_active; k++) sum += routes.weights[k] = scores[routes.experts[k]];
+    if (sum < router.min_sum) sum = router.min_sum;
+    const Floats divisor = broadcast(router.renormalised ? sum : 1.f), factor = broadcast(router.scale);
+    each(experts.num_active, [=](int64_t i, int count) {
+        store(routes.weights + i, count, load(routes.weights + i, count) / divisor * factor);
+    });
+}
+
+template <class T>
+static void choose(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Experts& experts = *(const Experts*)op.data;
+    const Router& router = *experts.router;
+    const Routes routes = routes_of(experts, program, row);
+    const Row<T> logits = wide_or_narrow_row<T>(program, op.in, row);
+    if (router.plain) {
+        const auto get = [=](int64_t i, int count) { return logits.get(i, count); };
+        find_best(experts.num, experts.num_active, get, routes.weights, routes.experts);
+        weigh_plain(experts, logits, routes.weights);
+    } else {
+        float *scores = routes.scratch, *ranked = scores + experts.num;
+        score(experts, logits, scores);
+        each(experts.num, [=](int64_t i, int count) {
+            const Floats y = load(scores + i, count);
+            store(ranked + i, count, router.correction ? y + load(router.correction + i, count) : y);
+        });
+        if (router.num_active_groups < router.num_groups) close_groups(experts, ranked, ranked + experts.num);
+        const auto get = [=](int64_t i, int count) { return load(ranked + i, count); };
+        find_best(experts.num, experts.num_active, get, routes.weights, routes.experts);
+        weigh_scores(experts, routes, scores);
+    }
+    float gate = 1.f;
+    if (router.shared_gate) store(&gate, 1, times_sigmoid(broadcast(1.f), logits.get(experts.num, 1)));
+    for (int64_t i = 0; i < experts.num_shared; i++) {
+        routes.experts[experts.num_active + i] = (int32_t)(experts.num + i);
+        routes.weights[experts.num_active + i] = gate;
+    }
 }
 
 template <class T>
@@ -224,7 +311,7 @@ static void gather(const Operation& op, const Program& program, const Step&, int
     const int64_t width = program.buffers[op.in].width;
     const T* from = row_of<T>(program, op.in, row);
     T* pairs = row_of<T>(program, op.out, 0);
-    for (int64_t k = 0; k < experts.num_active; k++)
+    for (int64_t k = 0; k < experts_per_row(experts); k++)
         __builtin_memcpy(pairs + routes.places[k] * width, from, width * sizeof *from);
 }
 
@@ -238,7 +325,7 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
     const Row<T> residual = wide_or_narrow_row<T>(program, op.residual < 0 ? op.out : op.residual, row);
     each(width, [=](int64_t i, int count) {
         Floats sum = broadcast(0);
-        for (int64_t k = 0; k < experts.num_active; k++)
+        for (int64_t k = 0; k < experts_per_row(experts); k++)
             sum = sum + load(pairs + routes.places[k] * width + i, count) * broadcast(routes.weights[k]);
         if (op.residual >= 0) sum = residual.get(i, count) + (out.wide ? sum : as_stored<T>(sum));
         out.set(i, count, sum);

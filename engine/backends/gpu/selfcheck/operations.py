@@ -120,11 +120,16 @@ def _few_experts(model: ModelConfig) -> list[tuple[Experts, int]]:
     mixtures = ((layer.experts, layer.ffn_size) for layer in model.distinct_layers)
     return list(
         dict.fromkeys(
-            (replace(experts, num=min(experts.num, experts.num_active + _IDLE_EXPERTS)), ffn_size)
-            for experts, ffn_size in mixtures
-            if experts is not None
+            (replace(experts, num=_few(experts)), ffn_size) for experts, ffn_size in mixtures if experts is not None
         )
     )
+
+
+def _few(experts: Experts) -> int:
+    """Return how many experts are made, with some that a row leaves idle: as many in each group."""
+    router = experts.router
+    num_chosen, num_idle = -(-experts.num_active // router.num_active_groups), -(-_IDLE_EXPERTS // router.num_groups)
+    return router.num_groups * min(experts.num // router.num_groups, num_chosen + num_idle)
 
 
 class _Numbers:
@@ -217,8 +222,8 @@ def _mix(
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         hidden = model.hidden_size
-        linears = {"router": (experts.num, hidden)}
-        for e in range(experts.num):
+        linears = {"router": (experts.num_logits, hidden)}
+        for e in range(experts.num_all):
             linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
             linears[f"experts.{e}.ffn_down"] = (hidden, ffn)
         for name, (num_out, num_in) in linears.items():
@@ -234,6 +239,8 @@ def _mix(
                     yield f"block.{name}.scales", scales
             if model.ffn_bias:
                 yield f"block.{name}.bias", numbers(num_out)
+            if name == "router" and experts.router.has_correction:
+                yield "block.router.correction", numbers(experts.num).float()
 
     if products is not None:
         operations = replace(operations, experts=products)

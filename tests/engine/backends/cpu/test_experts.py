@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from ctypes import addressof, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,15 +14,19 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeInt8Linear, NativeLinear
-from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Program
+from gptserve.engine.backends.cpu.program import Experts, Gate, Program, route_bytes
+from gptserve.engine.backends.cpu.program import Router as RouterData
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import MixtureOfExperts
+from gptserve.engine.model.routing import route
 from gptserve.weights.config import Experts as Choice
+from gptserve.weights.config import Router
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
 HIDDEN, FFN = 64, 96
 LIMIT = 2.0
+PLAIN = Router()
 SPARE_ROWS = 3
 NAN, INF = torch.nan, torch.inf
 
@@ -49,11 +53,13 @@ class Shape:
     is_gated: bool = True
     int8: bool = False
     dtype: torch.dtype = torch.bfloat16
-    renormalised: bool = True
+    router: Router = PLAIN
+    num_shared: int = 0
+    has_shared_gate: bool = False
 
     @property
     def choice(self) -> Choice:
-        return Choice(self.num, self.num_active, self.renormalised)
+        return Choice(self.num, self.num_active, self.router, self.num_shared, self.has_shared_gate)
 
 
 class Mixture:
@@ -73,39 +79,44 @@ class Mixture:
             return NativeInt8Linear(weight, bias, activation, variant=int8_variant)  # type: ignore[arg-type]
 
         ups = FFN * 2 if shape.is_gated else FFN
-        self.experts = [(linear(HIDDEN, ups, activation), linear(FFN, HIDDEN)) for _ in range(shape.num)]
+        self.experts = [(linear(HIDDEN, ups, activation), linear(FFN, HIDDEN)) for _ in range(shape.choice.num_all)]
+        self.correction = torch.randn(shape.num, generator=generator) if shape.router.has_correction else None
 
     def by_torch(self, x: Tensor, scores: Tensor, residual: Tensor | None) -> Tensor:
         def expert(up: NativeLinear, down: NativeLinear) -> Callable[[Tensor], Tensor]:
             return lambda x: down(gated(up(x), "relu", LIMIT) if self.shape.is_gated else up(x))
 
         experts = [expert(*linears) for linears in self.experts]
-        return MixtureOfExperts(self.shape.choice, lambda x, residual=None: scores, experts)(x, residual)
+        return MixtureOfExperts(lambda x: route(self.shape.choice, scores, self.correction), experts)(x, residual)
 
     def __call__(self, x: Tensor, scores: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixtures of rows; nothing behind them may be written in any buffer."""
-        num, num_active, num_rows = self.shape.num, self.shape.num_active, len(x)
+        choice, num_rows = self.shape.choice, len(x)
+        num = choice.num_all
         of_pairs = {
-            "routes": ROUTE_BYTES // self.shape.dtype.itemsize,
             "pairs": HIDDEN,
             "up": FFN * (1 + self.shape.is_gated),
             "gated": FFN,
         }
-        widths = {"x": HIDDEN, "residual": HIDDEN, "out": HIDDEN, "scores": num}
-        widths |= {name: num_active * width for name, width in of_pairs.items()}
-        is_wide = residual is not None and residual.dtype is torch.float32
-        wide = ("out", "residual") if is_wide else ()
+        widths = {"x": HIDDEN, "residual": HIDDEN, "out": HIDDEN, "scores": choice.num_logits}
+        widths |= {name: choice.num_per_row * width for name, width in of_pairs.items()}
+        widths["routes"] = route_bytes(choice) // self.shape.dtype.itemsize
+        wide = ("out", "residual") if residual is not None and residual.dtype is torch.float32 else ()
+        if not choice.router.is_plain:
+            wide += ("scores",)
         program = Program(widths, self.shape.dtype.itemsize, self._variant, wide)
         ups, downs = ((c_void_p * num)(*(addressof(pair[i].weight) for pair in self.experts)) for i in range(2))
         gate, ends = Gate(LIMIT, native.ACTIVATIONS.index("relu")), (c_int32 * (num + 1))(*[-7] * (num + 1))
+        router = router_data(choice, self.correction)
         data = Experts(
             ups=addressof(ups),
             downs=addressof(downs),
+            router=addressof(router),
             gate=addressof(gate) if self.shape.is_gated else None,
             ends=addressof(ends),
-            num=num,
-            num_active=num_active,
-            renormalised=self.shape.renormalised,
+            num=choice.num,
+            num_active=choice.num_active,
+            num_shared=choice.num_shared,
             **{name: program.number(name) for name in ("scores", "routes", "pairs", "up", "gated")},
         )
         program.add("experts", "x", "out", data, residual="" if residual is None else "residual")
@@ -127,6 +138,21 @@ class Mixture:
         return buffers["out"][:num_rows]
 
 
+def router_data(choice: Choice, correction: Tensor | None) -> RouterData:
+    router = choice.router
+    return RouterData(
+        correction=None if correction is None else correction.data_ptr(),
+        num_groups=router.num_groups,
+        num_active_groups=router.num_active_groups,
+        min_sum=router.min_sum,
+        scale=router.scale,
+        plain=router.is_plain,
+        sigmoid=router.score == "sigmoid",
+        renormalised=router.renormalised,
+        shared_gate=choice.has_shared_gate,
+    )
+
+
 def bits(rows: Tensor) -> Tensor:
     return rows.view(torch.int16)
 
@@ -134,11 +160,19 @@ def bits(rows: Tensor) -> Tensor:
 def random_rows(num_rows: int, shape: Shape, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, scores, of which many are equal, and a residual."""
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(num_rows, shape.num, generator=generator).mul(2).round() / 2
+    scores = torch.randn(num_rows, shape.choice.num_logits, generator=generator).mul(2).round() / 2
     x, residual = (torch.randn(num_rows, HIDDEN, generator=generator).to(shape.dtype) for _ in range(2))
-    return x, scores.to(shape.dtype), residual
+    return x, scores.to(torch.bfloat16).to(shape.dtype), residual
 
 
+ROUTERS = st.builds(
+    Router,
+    st.sampled_from(["softmax", "sigmoid"]),
+    has_correction=st.booleans(),
+    renormalised=st.booleans(),
+    min_sum=st.sampled_from([0.0, 0.4]),
+    scale=st.sampled_from([1.0, 2.5]),
+)
 SHAPES = st.builds(
     lambda num, share, *others: Shape(num, max(1, round(num * share)), *others),
     st.sampled_from([1, 2, 5, 8, 33]),
@@ -146,13 +180,22 @@ SHAPES = st.builds(
     st.booleans(),
     st.booleans(),
     st.sampled_from(DTYPES),
-    st.booleans(),
+    st.one_of(st.builds(Router, renormalised=st.booleans()), ROUTERS),
+    st.sampled_from([0, 0, 1, 3]),
+)
+WITH_GATES = st.builds(lambda shape: replace(shape, has_shared_gate=shape.num_shared > 0), SHAPES)
+IN_GROUPS = st.builds(
+    lambda router, groups: Shape(
+        4 * groups[0], 3, router=replace(router, has_correction=True, num_groups=groups[0], num_active_groups=groups[1])
+    ),
+    ROUTERS,
+    st.sampled_from([(2, 1), (4, 2), (5, 3), (9, 8)]),
 )
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    shape=SHAPES,
+    shape=st.one_of(SHAPES, WITH_GATES, IN_GROUPS),
     variant=st.sampled_from(native.supported_variants(32) or ("generic",)),
     num_rows=st.sampled_from([1, 2, 3, 17, 80]),
     has_residual=st.booleans(),
@@ -168,7 +211,7 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
     found = mixture(x, scores, added)
     tolerance = TOLERANCES[shape.dtype]
     torch.testing.assert_close(found, mixture.by_torch(x, scores, added), rtol=tolerance, atol=tolerance)
-    if shape.num_active == 1 and shape.renormalised:  # so that no exponential takes part
+    if shape.num_active == 1 and not shape.num_shared and shape.router == Router():  # so that no exponential takes part
         assert torch.equal(found, mixture.by_torch(x, scores, added))
     native.set_num_threads(2)
     assert torch.equal(bits(mixture(x, scores, added)), bits(found))
@@ -181,9 +224,14 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
 @all_kinds
 @pytest.mark.skipif("avx512" not in native.supported_variants(16), reason="this CPU has no AVX-512")
 def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype, int8: bool) -> None:
-    shape = Shape(19, 17, int8=int8, dtype=dtype, renormalised=False)  # several vectors, the last ones not whole
-    rows = random_rows(9, shape)
-    assert torch.equal(bits(Mixture(shape, "avx2")(*rows)), bits(Mixture(shape, "avx512")(*rows)))
+    for router in (
+        Router(renormalised=False),
+        Router("sigmoid", has_correction=True, scale=2.5),
+        Router(has_correction=True, min_sum=1e-12),
+    ):
+        shape = Shape(19, 17, True, int8, dtype, router, 1, True)  # several vectors, the last ones not whole
+        rows = random_rows(9, shape)
+        assert torch.equal(bits(Mixture(shape, "avx2")(*rows)), bits(Mixture(shape, "avx512")(*rows)))
 
 
 @by_variant
@@ -243,6 +291,21 @@ def test_a_row_with_nan_is_nan_and_changes_no_other_row(
     after = mixture(x, scores, residual)
     is_spoiled = torch.zeros(40, dtype=torch.bool)
     is_spoiled[[*spoiled, 11]] = True
+    assert after[is_spoiled].isnan().all()
+    assert mixture.by_torch(x, scores, residual)[is_spoiled].isnan().all()
+    assert torch.equal(bits(after[~is_spoiled]), bits(before[~is_spoiled]))
+
+
+@by_variant
+def test_with_any_router_a_row_with_nan_is_nan(variant: native.Variant) -> None:
+    shape = Shape(router=Router("sigmoid", True, num_groups=2, num_active_groups=1, scale=2.0), num_shared=1)
+    mixture = Mixture(shape, variant)
+    x, scores, residual = random_rows(40, mixture.shape)
+    before = mixture(x, scores, residual)
+    scores[3], scores[5, 7] = NAN, NAN
+    after = mixture(x, scores, residual)
+    is_spoiled = torch.zeros(40, dtype=torch.bool)
+    is_spoiled[[3, 5]] = True
     assert after[is_spoiled].isnan().all()
     assert mixture.by_torch(x, scores, residual)[is_spoiled].isnan().all()
     assert torch.equal(bits(after[~is_spoiled]), bits(before[~is_spoiled]))

@@ -29,7 +29,7 @@ from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import Rotation, rotary_table, rotate_
 from gptserve.engine.runner import setup
-from gptserve.weights.config import Activation, Experts, ModelConfig, Rotary
+from gptserve.weights.config import Activation, Experts, ModelConfig, Rotary, Router
 from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
 from gptserve.weights.quantized.mxfp4 import MXFP4, unpack
@@ -45,14 +45,17 @@ LINEARS = ("ffn_up", "ffn_down")
 OTHERS = (
     *("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window", "OLMo, clipped", "SmolLM3", "EXAONE 4, past its window"),
     *("GLM 4 of 2025", "Arcee", "StarCoder2, past its window", "StableLM, parallel, biases"),
+    *("Qwen2 MoE", "GLM 4.5, in groups", "dots.llm1", "ERNIE 4.5 MoE", "MiniMax M2"),
 )
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_IN, NUM_OUT, NUM_EXPERTS = 40, 67, 5
+IN_GROUPS = Experts(24, 3, Router("sigmoid", True, 4, 2, scale=2.5), num_shared=2, has_shared_gate=True)
 CHANGES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "no limit": lambda config: replace(config, ffn_bias=False, ffn_limit=None),
     "not gated": lambda config: replace(config, gated_ffn=False),
     "mxfp4": lambda config: config.change_layers(lambda layer: replace(layer, experts=Experts(4, 2))),
+    "groups": lambda config: config.change_layers(lambda layer: replace(layer, experts=IN_GROUPS)),
 }
 CPU = torch.device("cpu")
 
