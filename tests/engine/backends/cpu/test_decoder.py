@@ -142,13 +142,14 @@ def test_what_products_read_is_in_fp32_if_all_weights_are_integers(
     assert wide == {"x", "taken"} | ({"embedded", "h", "h2", "up", "gated"} if is_wide else set())
 
 
+@pytest.mark.parametrize("shape", [WITH_EXPERTS, pytest.param("GLM 4.5, in groups", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-4), ("bfloat16", 0.05)])
 def test_a_program_mixes_experts_as_torch_does(
-    quantization: str | None, dtype: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, dtype: str, tolerance: float, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps of one row, and of many; the logprobs of other prompts differ by far more."""
-    write_model(tmp_path, *SHAPES[WITH_EXPERTS])
+    write_model(tmp_path, *SHAPES[shape])
     requests = [
         make_request(str(i), prompt, max_tokens=1, prompt_logprobs=0)
         for i, prompt in enumerate([[5], *ragged_prompts(6, 60), [7, 7]])
