@@ -25,7 +25,7 @@ def log_banner(model: Model, settings: ServerSettings, url: str) -> None:
     )
     logger.info("%s is ready on %s", model.name, url)
     here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    if settings.playground:
+    if settings.playground and settings.engine.task == "generate":
         logger.info("playground: %s/ in a browser", here)
     logger.info("try: %s", _command(model, settings, here))
 
@@ -33,6 +33,8 @@ def log_banner(model: Model, settings: ServerSettings, url: str) -> None:
 def _command(model: Model, settings: ServerSettings, here: str) -> str:
     """Return a line for a shell, for any version of curl."""
     key = ' -H "Authorization: Bearer $GPTSERVE_API_KEY"' if settings.needs_key else ""
+    if settings.engine.task == "embed":
+        return f'curl {here}/v1/embeddings{key} -d \'{{"input": "Once upon a time"}}\''
     path, asked = "completions", '"prompt": "Once upon a time"'
     if model.chat_template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Tell me a story about a fox."}]'

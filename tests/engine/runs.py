@@ -9,6 +9,7 @@ from typing import Any
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.request import Request, SamplingParams, TokenOutput
 from gptserve.engine.scheduling.prompt_pace import PromptPace
 
@@ -38,7 +39,7 @@ def make_request(request_id: str, prompt: Sequence[int], *, seed: int = 0, **par
     return Request(request_id, tuple(prompt), SamplingParams(**{"ignore_eos": True, **params}), seed)
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> OutputsById:
+def run(engine: Engine, requests: Sequence[AnyRequest]) -> OutputsById:
     """Add all requests at once and compute them to their end."""
     outputs: OutputsById = {request.request_id: [] for request in requests}
     for request in requests:

@@ -23,6 +23,7 @@ from tests.engine.runs import make_engine, make_request, ragged_prompts
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 PROMPTS = ragged_prompts(12, 50)
 SHAPE = {"vocab_size": 96, "max_position_embeddings": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+SMALL_STEPS = {"max_num_batched_tokens": 7, "max_num_seqs": 3}
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,12 @@ def test_a_vector_has_the_same_bits_in_any_batch_and_chunk(
     base_model: tuple[Path, LlamaModel], engine: Engine, pooling: Pooling
 ) -> None:
     of_each = alone(engine, pooling)
-    for options in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"enable_prefix_caching": False}):
+    for options in ({}, SMALL_STEPS, {"enable_prefix_caching": False}):
         other = make_engine(base_model[0], task="embed", **options)
         assert vectors(other, requests(pooling)) == of_each
+    reference = {"task": "embed", "attention_backend": "reference"}
+    whole, cut = (make_engine(base_model[0], **reference, **of_steps) for of_steps in ({}, SMALL_STEPS))
+    assert vectors(whole, requests(pooling)) == vectors(cut, requests(pooling)) == alone(whole, pooling)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -14,17 +14,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
+from gptserve.engine.pooling import PoolingRequest
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from gptserve.weights.pooling import Pooling
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine import fake_step_engine as fake
@@ -539,7 +541,7 @@ def supervise_real(
     folder: Path,
     tmp_path: Path,
     deaths: Deaths,
-    limits: dict[str, int] | None = None,
+    limits: dict[str, Any] | None = None,
     **options: Any,
 ) -> Supervisor:
     config = EngineConfig(folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, num_threads=1, **limits or {})
@@ -580,6 +582,25 @@ def test_32_live_streams_get_what_they_would_have_got(
             assert client.stats.num_prompt_tokens == sum(len(request.prompt_token_ids) for request in real_requests())
 
     run_hurried(test())
+
+
+@pytest.mark.slow
+def test_vectors_begin_again_when_the_engine_dies_and_have_the_same_bits(storyteller: Path, tmp_path: Path) -> None:
+    prompt = tuple(i % 90 for i in range(200))
+    requests = [PoolingRequest(str(i), prompt[i:], pooling) for i, pooling in enumerate(get_args(Pooling))]
+    limits = {"task": "embed", "max_num_batched_tokens": 16, "max_num_seqs": 16}
+
+    async def test() -> None:
+        alone = run_alone(make_engine(storyteller, **limits), requests)
+        deaths: Deaths = {1: ("kill", 9), 2: ("kill", 30)}  # a prompt takes 13 steps
+        async with started(supervise_real(storyteller, tmp_path, deaths, limits=limits)) as client:
+            outputs = await asyncio.gather(*(all_outputs(client.submit([request])) for request in requests))
+            for request, found in zip(requests, outputs, strict=True):
+                assert [output.vector for output in found] == [output.vector for output in alone[request.request_id]]
+                assert found[-1].finish_reason is FinishReason.STOP
+            assert dict(client.restarts) == {DeathKind.KILLED: 2}
+
+    run(test())
 
 
 @pytest.mark.slow

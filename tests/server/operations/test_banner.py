@@ -50,6 +50,7 @@ def test_the_cache_of_a_gpu_is_used_from_the_start(caplog: pytest.LogCaptureFixt
     ("options", "url", "command"),
     [
         ({}, "http://0.0.0.0:1", f"curl -N http://127.0.0.1:1/v1/completions -d '{BODY}'"),
+        ({"task": "embed"}, "http://h:1", """curl http://h:1/v1/embeddings -d '{"input": "Once upon a time"}'"""),
         ({}, "https://[::]:1", f"curl -N https://[::1]:1/v1/completions -d '{BODY}'"),
         (
             {"chat_template": ChatTemplate("", {})},
