@@ -36,6 +36,7 @@ class PoolingRequest:
     priority: int = 0
     cache_salt: str = ""
     blame: Blame = NO_BLAME
+    is_filler: bool = False
 
     def __post_init__(self) -> None:
         check_number("priority", self.priority, whole=True, optional=False)

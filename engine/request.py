@@ -149,9 +149,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to compute: a function of the weights and these fields, except request_id, priority and blame.
+    """One completion to compute: a function of the weights and these fields.
+
+    Of these, request_id, priority, is_filler and blame do not change it.
 
     - priority: lower values run sooner; within one priority, first come, first served.
+    - is_filler: it waits behind all that are none, and gives up its slot and blocks to them.
     - cache_salt: only requests with the same salt share blocks of the prefix cache.
     - generated_token_ids: the tokens that an engine generated before it died. Outputs continue after them, with the
       same tokens as that engine would have given.
@@ -169,6 +172,7 @@ class Request:
     generated_token_ids: tuple[int, ...] = ()
     num_scored_tokens: int = 0
     blame: Blame = NO_BLAME
+    is_filler: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seed", "choice_index", "priority"):

@@ -176,7 +176,9 @@ class Supervisor(EngineClient):
 
     def _judge(self, death: EngineDiedError) -> None:
         """Blame the request on trial or, without one, all that may have been running."""
-        in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # stable: then by arrival
+        in_order = sorted(
+            self._live.values(), key=lambda live: (live.request.is_filler, live.request.priority)
+        )  # stable: then by arrival
         on_trial = next((live for live in in_order if live.blame.is_suspect), None)
         # Scheduler serves in order: the requests after these were waiting for a running slot.
         computed = in_order[: self.info.max_num_seqs] if on_trial is None else [on_trial]

@@ -19,6 +19,7 @@ from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
+from gptserve.engine.scheduling.filler import FillerRoom
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
@@ -30,6 +31,8 @@ _in_order_of_service = attrgetter("order")
 class Scheduler:
     """Holds waiting and running sequences, both in order of service: lower priority value, then earlier arrival.
 
+    Fillers come last: they get what others leave of a step, within FillerRoom, and others take their slots and blocks.
+
     - Running sequences come first, in order, each as far as the budget allows. The rest of the budget goes to waiting
       ones, in order, while there are running slots. The first that cannot be admitted holds back the rest.
     - Admission allocates the blocks of all known tokens at once. After that only sampled tokens need new blocks.
@@ -37,7 +40,8 @@ class Scheduler:
       admits nobody. The preempted sequence gives up its blocks and waits, in its old place, to be recomputed. The last
       one in order is never already scheduled in this step.
     - Priority orders admission, budget and preemption. But a waiting sequence never takes a running slot or a block
-      from a running one, and with a PromptPace each sequence that decodes has its token in every step.
+      from a running one, unless that one alone is a filler. With a PromptPace each sequence that decodes, and is no
+      filler, has its token in every step.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress, and every sequence ends with exactly one FinishReason.
     - After a failed step its sequences are recomputed from the start. While there are suspects (scheduling/blame.py),
@@ -84,6 +88,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._foreseen: ScheduledBatch | None = None
         self._updated_at = 0.0
+        self._filler_room = FillerRoom()
         self.stats = EngineStats()
         """The totals so far; the gauges stay 0."""
 
@@ -154,12 +159,19 @@ class Scheduler:
             return ScheduledBatch(tuple(items), scheduled_at, unfilled)
         num_preemptions = self.stats.num_preemptions
         budget = self._new_budget()
-        self._schedule_running(items, budget)
+        self._schedule_running(items, budget, fillers=False)
+        if self.stats.num_preemptions == num_preemptions:
+            self._schedule_waiting(items, budget, fillers=False)
+        num_kept = max(0, budget.tokens - self._filler_room.max_tokens(len(items)))
+        budget.tokens -= num_kept
+        self._schedule_running(items, budget, fillers=True)
         if not items:  # those that decode lacked blocks and gave up theirs
             budget.chunk_tokens = budget.tokens
-            self._schedule_running(items, budget)
+            self._schedule_running(items, budget, fillers=False)
+            self._schedule_running(items, budget, fillers=True)
         if self.stats.num_preemptions == num_preemptions:
-            self._schedule_waiting(items, budget)
+            self._schedule_waiting(items, budget, fillers=True)
+        budget.tokens += num_kept
         if self._drafter is not None:
             num_scheduled = self._max_num_batched_tokens - budget.tokens
             self._add_drafts(items, self._drafter, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
@@ -176,7 +188,7 @@ class Scheduler:
         is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
         asked = [item for item in batch.items if not item.sequence.is_always_foreseeable]
         is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in asked)
-        if self._suspects or is_short_of_blocks or is_needed:
+        if self._suspects or is_short_of_blocks or is_needed or self._may_preempt():
             return False
         foresight.foresee(batch)
         self._foreseen = batch
@@ -190,8 +202,8 @@ class Scheduler:
         if self._max_queue_time_s is None:
             return []
         latest = self._clock() - self._max_queue_time_s
-        overdue = [sequence for sequence in self._waiting if sequence.queued_at <= latest]
-        expired = [sequence for sequence in overdue if not self._has_begun(sequence)]
+        overdue = (s for s in self._waiting if s.queued_at <= latest)
+        expired = [s for s in overdue if not (s.may_have_run or s.request.is_filler)]
         for sequence in expired:
             self._end(sequence, FinishReason.QUEUE_TIMEOUT)
         return expired
@@ -206,6 +218,7 @@ class Scheduler:
         begun_at, self._updated_at = max(batch.scheduled_at, self._updated_at), self._clock()
         if any(item.sequence.is_running for item in batch.items):  # a void step may have ended long ago
             self._pace.observe(batch, self._updated_at - begun_at)
+            self._filler_room.observe(batch, self._updated_at - begun_at)
             if self._drafter is not None:
                 self._drafter.observe(batch, self._updated_at - begun_at)
         sampling = [item for item in batch.items if item.needs_sampling]
@@ -245,9 +258,9 @@ class Scheduler:
         num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting)) - num_ending
         return self._pace.budget(self._max_num_batched_tokens, num_decoding, num_slots - num_decoding)
 
-    def _schedule_running(self, items: list[ScheduledSequence], budget: Budget) -> None:
+    def _schedule_running(self, items: list[ScheduledSequence], budget: Budget, *, fillers: bool) -> None:
         for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
-            if budget.has_room_for(sequence.num_uncomputed):
+            if sequence.request.is_filler is fillers and budget.has_room_for(sequence.num_uncomputed):
                 if not (self._blocks.grow(sequence) or self._make_room(sequence)):
                     break
                 self._schedule_tokens(sequence, items, budget)
@@ -280,12 +293,20 @@ class Scheduler:
             self._preempt(last)
         self._schedule_tokens(suspect, items, Budget(self._max_num_batched_tokens))
 
-    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget) -> None:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget, *, fillers: bool) -> None:
         while self._waiting and budget.has_room_for(self._waiting[0].num_uncomputed):
             sequence = self._waiting[0]
-            if not self._admit(sequence):
+            if sequence.request.is_filler is not fillers or not self._admit_before_fillers(sequence):
                 break
             self._schedule_tokens(sequence, items, budget)
+
+    def _admit_before_fillers(self, sequence: SequenceState) -> bool:
+        """Admit a waiting sequence; one that is no filler preempts fillers that run, last in order first, if needed."""
+        while not self._admit(sequence):
+            if self._foreseen is not None or not self._may_preempt():
+                return False
+            self._preempt(self._running.pop())
+        return True
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
@@ -303,6 +324,11 @@ class Scheduler:
             self.stats.num_prefix_queried_tokens += sequence.num_prompt_tokens
             self.stats.num_prefix_hit_tokens += sequence.num_cached_tokens
         return True
+
+    def _may_preempt(self) -> bool:
+        """Whether the first that waits may take the slot and blocks of the last one that runs: it alone is a filler."""
+        ends = [*self._waiting[:1], *self._running[-1:]]
+        return [sequence.request.is_filler for sequence in ends] == [False, True]
 
     def _can_use_cache(self, sequence: SequenceState) -> bool:
         """Whether prefix hits are allowed: not while all logits or states of the prompt are wanted."""
@@ -349,14 +375,14 @@ class Scheduler:
         assert len(sampled) == 1 + len(draft)
         token_ids.append(newest)
         accepted: tuple[int, ...] = (newest,)
-        reason = self._finish_reason(sequence)
+        reason = sequence.end_reason(self._eos_token_ids)
         if draft:
             for guess, following in zip(draft, sampled[1:], strict=True):
                 if reason is not None or newest != guess or following is None:
                     break  # None: the next step computes it again, as its first token
                 newest = following
                 token_ids.append(newest)
-                accepted, reason = (*accepted, newest), self._finish_reason(sequence)
+                accepted, reason = (*accepted, newest), sequence.end_reason(self._eos_token_ids)
             self._rollback(item, accepted)
         if reason is not None:
             self._end(sequence, reason)
@@ -374,23 +400,10 @@ class Scheduler:
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)
 
-    def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
-        """Return why the newest token ends a sequence, None if it does not; STOP precedes LENGTH."""
-        token_id, params = sequence.token_ids[-1], sequence.sampling.params
-        is_eos = token_id in self._eos_token_ids and (not params.ignore_eos or params.grammar is not None)
-        if is_eos or token_id in params.stop_token_ids:
-            return FinishReason.STOP
-        return None if len(sequence.token_ids) < sequence.max_len else FinishReason.LENGTH
-
     def waits(self, sequence: SequenceState) -> tuple[float, float] | None:
         """Return TokenOutput.waits of a sequence whose first token has come now."""
-        if sequence.begun_at is None:
-            return None
-        return sequence.begun_at - sequence.queued_at, self._clock() - sequence.begun_at
-
-    def _has_begun(self, sequence: SequenceState) -> bool:
-        """Whether a waiting sequence may have run before, in this engine or in one that died."""
-        return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
+        begun_at = sequence.begun_at
+        return None if begun_at is None else (begun_at - sequence.queued_at, self._clock() - begun_at)
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
         foresight.drop_foreseen(sequence)

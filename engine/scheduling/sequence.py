@@ -6,7 +6,7 @@ Knows neither the pool nor the tensors. Scheduler makes and changes all of it; r
 from __future__ import annotations
 
 from array import array
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,9 +96,22 @@ class SequenceState:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def order(self) -> tuple[int, int]:
+    def may_have_run(self) -> bool:
+        """Whether a waiting sequence may have run before, in this engine or in one that died."""
+        return self.num_generated > 0 or self.num_preemptions > 0 or self.request.blame.num_failures > 0
+
+    def end_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
+        """Return why the newest token ends it, None if it does not; STOP precedes LENGTH."""
+        token_id, params = self.token_ids[-1], self.sampling.params
+        is_eos = token_id in eos_token_ids and (not params.ignore_eos or params.grammar is not None)
+        if is_eos or token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        return None if len(self.token_ids) < self.max_len else FinishReason.LENGTH
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
         """Sort key of service: the smaller is admitted and computed first, and preempted last."""
-        return self.request.priority, self.arrival
+        return self.request.is_filler, self.request.priority, self.arrival
 
 
 @dataclass(slots=True, init=False)
