@@ -172,6 +172,7 @@ def test_the_command_line_is_light_to_import() -> None:
     assert "fastapi" in loaded_by(["gptserve.server.app"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["installed", "recipe"])
 def test_importing_every_module_does_nothing(recipe: bool) -> None:
     """Those of the recipe import transformers, which takes longest."""

@@ -113,6 +113,7 @@ def test_a_run_that_leaves_a_thread_behind_fails(tmp_path: Path) -> None:
     assert "forgotten" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mark", "times"), [("gpu", 1), ("triton", 1), ("slow", 0)])
 def test_what_cuda_keeps_open_is_no_leak_of_tests_that_use_it(mark: str, times: int, tmp_path: Path) -> None:
     (tmp_path / "test_marked.py").write_text(MARKED.format(mark=mark))

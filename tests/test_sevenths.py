@@ -49,6 +49,7 @@ def test_each_test_is_in_one_seventh_and_no_seventh_is_empty() -> None:
     assert all(15 < len(part) < 45 for part in parts)
 
 
+@pytest.mark.slow
 def test_sevenths_share_the_slow_tests_and_each_runs_all_others(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(FILE)
     options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-s", "--import-mode=prepend", "-m", "not gpu")

@@ -301,6 +301,7 @@ def test_a_killed_engine_costs_a_background_completion_nothing(
         assert sum(float(line.split()[-1]) for line in restarts) == 1, "negative control: the engine did die"
 
 
+@pytest.mark.slow
 def test_told_to_stop_it_leaves_background_work_to_the_next_start(
     launch: Launch, gate: EngineGate, tmp_path: Path
 ) -> None:
@@ -406,6 +407,7 @@ def test_a_folder_that_is_no_use_ends_the_start(
     assert last == f"gptserve: state-dir: the journal {tmp_path / FILE_NAME} cannot be used: {expected}"
 
 
+@pytest.mark.slow
 def test_two_servers_in_one_folder_are_one_too_many(launch: Launch, tmp_path: Path) -> None:
     first = launch("--state-dir", str(tmp_path))
     with first.wait_until_ready() as client:

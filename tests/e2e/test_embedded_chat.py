@@ -11,6 +11,8 @@ from gptserve.weights.storyteller.recipe.chat import HONEST
 from gptserve.weights.storyteller.recipe.evaluate_chat import keeps
 from tests.server.serving import Process
 
+pytestmark = pytest.mark.slow
+
 STORY = "Tell me a story about a fox named Mia with a red kite."
 SOME = pytest.mark.slow  # the first of each list runs always
 

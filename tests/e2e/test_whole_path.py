@@ -96,6 +96,7 @@ def test_a_stream_gives_the_same_text_in_parts(client: httpx.Client) -> None:
     assert len(events) > 20
 
 
+@pytest.mark.slow
 def test_a_streamed_answer_joined_is_the_plain_one(client: httpx.Client) -> None:
     """Text, logprobs, reasons and usage of many at once, as text and as chat, one choice and several."""
     bodies = {str(i): any_body(i) for i in range(NUM_ANSWERS)}

@@ -300,6 +300,7 @@ def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str, num: int) 
     assert drafting.stats.num_steps < 0.5 * plain.stats.num_steps
 
 
+@pytest.mark.slow
 @first_or_all
 def test_what_changes_numbers_is_seen(num: int) -> None:
     """The negative controls: another seed gives other samples, another order of sums other logprobs."""

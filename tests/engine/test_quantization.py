@@ -106,6 +106,7 @@ def with_outliers_in_the_stream(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stories", NUM_STORIES)
 def test_outlier_channels_change_few_greedy_tokens(num_stories: int, tmp_path: Path) -> None:
     folder = with_outlier_channels(tmp_path / "model")
@@ -118,6 +119,7 @@ def test_outlier_channels_change_few_greedy_tokens(num_stories: int, tmp_path: P
     assert int8 >= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stories", NUM_STORIES)
 def test_outliers_in_the_residual_stream_change_few_greedy_tokens(num_stories: int, tmp_path: Path) -> None:
     folder = with_outliers_in_the_stream(tmp_path / "model")

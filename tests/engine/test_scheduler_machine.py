@@ -601,6 +601,7 @@ def serve(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "steps", "often"), [(80, 3_000, 4), pytest.param(250, 10_000, 30, marks=pytest.mark.slow)]
 )

@@ -177,6 +177,7 @@ def test_gemma_3_caps_its_scores_as_transformers_would(tmp_path: Path, monkeypat
     assert largest_difference(tmp_path, ReferenceAttention()) < 1e-4 < 1e-2 < uncapped
 
 
+@pytest.mark.slow
 @all_or_first
 def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: Written) -> None:
     prompts = [[3], [1, 2, 3, 4, 5], list(range(13))]
@@ -211,6 +212,7 @@ def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
     assert 0 < of_programs < limit
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @all_or_first
 def test_the_instructions_of_any_cpu_give_the_same_logits(

@@ -152,6 +152,7 @@ def waiting_for_weights(process: Process) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_while_the_model_is_downloaded_requests_get_503_and_the_progress(launch_from_hub: tuple[Any, Hub]) -> None:
     launch, hub = launch_from_hub
     process = launch("someone/storyteller")
@@ -168,6 +169,7 @@ def test_while_the_model_is_downloaded_requests_get_503_and_the_progress(launch_
     assert answer.json()["model"] == "someone/storyteller"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_download(launch_from_hub: tuple[Any, Hub]) -> None:
     process = launch_from_hub[0]("someone/storyteller")
     with waiting_for_weights(process):
@@ -179,6 +181,7 @@ def test_a_signal_ends_a_download(launch_from_hub: tuple[Any, Hub]) -> None:
     assert "gave up waiting" not in log
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_downloaded_ends_the_start_with_one_sentence(launch_from_hub: tuple[Any, Hub]) -> None:
     status, log = launch_from_hub[0]("someone/none").wait()
 
@@ -681,6 +684,7 @@ def test_a_failing_start_is_one_sentence_and_status_1(flags: tuple[str, ...], ex
     assert_one_sentence(status, log, expected)
 
 
+@pytest.mark.slow
 def test_a_key_file_that_is_lost_after_the_check_of_the_settings_is_one_sentence(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("alice: s3cret")
 
@@ -739,6 +743,7 @@ def rewrite_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
     path.write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + length :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [

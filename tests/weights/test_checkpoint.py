@@ -439,6 +439,7 @@ print(growth(lambda: stream(large)), growth(at_once))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 def test_loading_peaks_below_the_model_and_its_largest_tensor(make_gpt2: Callable[..., Path], tiny: Path) -> None:
     large = make_gpt2(vocab_size=8192, n_embd=512, n_layer=6, n_head=4)

@@ -43,6 +43,7 @@ def nanogpt_state(bias: bool) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "bias"),
     [
@@ -116,6 +117,7 @@ def test_a_pickle_that_would_run_code_does_not_and_leaves_nothing(tmp_path: Path
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["missing", *(pytest.param(f, marks=pytest.mark.slow) for f in ("misshapen", "mistyped"))]
 )

@@ -92,6 +92,7 @@ def test_there_are_many_hostile_folders() -> None:
     assert len(BY_HAND) >= 167
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [pytest.param(first, marks=pytest.mark.slow if first > 0 else ()) for first in range(0, len(BY_HAND), BATCH)],

@@ -198,6 +198,7 @@ def snapshot(tmp_path: Path, repo_id: str = "someone/good") -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_cache_without_files_that_nobody_reads_is_complete(hub: Hub, resolve: Resolve, tmp_path: Path) -> None:
     unread = {"vocab.json": b"{}", "merges.txt": b"", "extra.json": b"{}", "other.safetensors": b"other"}
     files = {"config.json": WANTED["config.json"], "tokenizer.json": b"{}", "model.safetensors": b"all"}
@@ -211,6 +212,7 @@ def test_a_cache_without_files_that_nobody_reads_is_complete(hub: Hub, resolve: 
     assert resolve("someone/good")["files"] == text(files)
 
 
+@pytest.mark.slow
 def test_a_file_that_the_cache_lacks_is_named(resolve: Resolve, tmp_path: Path, hub: Hub) -> None:
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = json.dumps({"weight_map": weight_map}).encode()
@@ -231,6 +233,7 @@ def test_a_file_that_the_cache_lacks_is_named(resolve: Resolve, tmp_path: Path, 
     assert resolve("someone/good")["files"] == text(WANTED | {"model.safetensors.index.json": index})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_the_name_of_a_commit_may_end_its_line(resolve: Resolve, tmp_path: Path, end: str) -> None:
     resolve("plain")
@@ -300,7 +303,13 @@ def test_a_configuration_alone_can_be_inspected(tmp_path: Path) -> None:
     assert resolve_config(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("model", ["someone/gguf:Q4_K_M", "someone/gguf:q4_k_m", "someone/one"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "someone/gguf:Q4_K_M",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("someone/gguf:q4_k_m", "someone/one")),
+    ],
+)
 def test_a_file_of_a_hub_is_fetched_alone_by_its_tag(hub: Hub, resolve: Resolve, model: str, tmp_path: Path) -> None:
     answer = resolve(model, XDG_CACHE_HOME=str(tmp_path / "xdg"))
     files = answer["files"]

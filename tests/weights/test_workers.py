@@ -284,6 +284,7 @@ def test_a_worker_outlives_the_thread_that_started_it(make: MakeWorkers) -> None
     assert pid_of(workers) == pid
 
 
+@pytest.mark.slow
 def test_a_worker_has_its_limits_whatever_signals_its_caller_ignores_or_blocks(make: MakeWorkers) -> None:
     workers, ignored = make(cpu_s=1), signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXCPU})

@@ -53,6 +53,7 @@ def held_bytes(folder: Path, dtype: torch.dtype, quantization: Quantization | No
     return found
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_tied_head_is_held_once_and_a_quantized_one_beside_the_embedding(

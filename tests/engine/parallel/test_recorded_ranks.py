@@ -99,6 +99,7 @@ def test_ranks_that_replay_give_the_bits_of_ranks_that_do_not(recorded: Recorded
 CANNOT = "they failed with RuntimeError: operation not permitted when stream is capturing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "others", "reason"),
     [

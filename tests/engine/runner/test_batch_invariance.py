@@ -222,6 +222,7 @@ def test_a_gpu_promises_nothing_unasked_and_may_split_sums(tiny_gpt2: Path, monk
     set_up_device(make_config(tiny_gpt2, batch_invariant=True), CPU)
 
 
+@pytest.mark.slow
 def test_a_gpu_multiplies_fp32_as_fp32_though_the_environment_asks_for_tf32(tiny_gpt2: Path) -> None:
     """In a process of its own, as torch reads the variable once."""
     code = (

@@ -628,6 +628,7 @@ def test_a_failed_completion_tells_why_to_all_who_ask(serve: Serve, num_tokens: 
     assert ended in httpx.get(server.url + "/metrics").text
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_holds_nobody_back(serve: Serve) -> None:
     num_tokens = 30_000  # some 8 MB of events: more than the sockets between hold
     engine = FakeEngineClient(info=replace(INFO, max_model_len=10**6))

@@ -447,6 +447,7 @@ def test_a_client_that_goes_away_is_aborted_within_one_step(
     wait_until_idle(server)
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_that_hang_up_leave_nothing(serve: Callable[..., LiveServer]) -> None:
     engine = FakeEngineClient(info=replace(INFO, max_model_len=10**6))
     server = serve(engine)

@@ -78,6 +78,7 @@ def declare(folder: Path, text: str) -> None:
     (folder / "other-1.dist-info" / "entry_points.txt").write_text(f"[{GROUP}]\n{text}\n")
 
 
+@pytest.mark.slow
 def test_a_format_of_another_distribution_is_one_of_the_formats(
     installed: Path, monkeypatch: pytest.MonkeyPatch, make_api: MakeApi
 ) -> None:

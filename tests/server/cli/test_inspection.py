@@ -44,7 +44,9 @@ def test_the_weights_are_counted_in_either_type() -> None:
     assert report.by_dtype[2].part_bytes["head"] == head
 
 
-@pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+@pytest.mark.parametrize(
+    ("name", "published"), [("gpt-oss-20b", 12.8), pytest.param("gpt-oss-120b", 60.8, marks=pytest.mark.slow)]
+)
 def test_a_model_in_mxfp4_takes_as_much_as_its_published_files(name: str, published: float) -> None:
     """In GiB, by OpenAI's model card."""
     model = GPT_OSS.read_config(RawConfig(KNOWN[name][0]))
@@ -54,6 +56,7 @@ def test_a_model_in_mxfp4_takes_as_much_as_its_published_files(name: str, publis
     assert round(report.by_dtype[-1].weights_bytes / 2**30, 1) == published
 
 
+@pytest.mark.slow
 def test_each_rank_of_a_model_in_mxfp4_has_its_share_in_smaller_groups() -> None:
     model = GPT_OSS.read_config(RawConfig(KNOWN["gpt-oss-20b"][0]))
     whole, first = (inspect_model("20b", model, 2**36, 16, num_ranks, (MXFP4,)).by_dtype[-1] for num_ranks in (1, 8))
@@ -126,7 +129,13 @@ def test_a_rank_has_its_share_of_the_layers_and_the_first_one_the_vocabulary() -
     assert "\n  each other rank       " in render(first)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+FIRST = {fields["model_type"]: name for name, (fields, _) in reversed(KNOWN.items())}
+"""A model of every family."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in KNOWN]
+)
 def test_the_config_of_a_published_model_gives_its_published_size(name: str, tmp_path: Path) -> None:
     fields, published = KNOWN[name]
     (tmp_path / "config.json").write_text(json.dumps(fields))

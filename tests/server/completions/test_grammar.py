@@ -89,6 +89,7 @@ def test_a_good_grammar_is_compiled_once(checking: Api, monkeypatch: pytest.Monk
     assert checking.complete(prompt="x", guided_regex="only once").status_code == 200
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_ends_its_worker_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes memory, too; a fast CPU would reach that limit first."""
     monkeypatch.setattr(grammar_checker, "LIMITS", replace(LIMITS, cpu_s=1, memory_bytes=2**40))

@@ -309,6 +309,7 @@ def test_a_stream_that_nobody_reads_is_aborted(serve: Callable[..., LiveServer])
             pass
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_dropped(serve: Callable[..., LiveServer]) -> None:
     server = serve(FakeEngineClient(), protocol=Patient, write_limit_s=0.1)
     with reader_that_stands_still(server, {"prompt": "x", "n": 128, "max_tokens": 200, "logprobs": 4}):

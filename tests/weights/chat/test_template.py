@@ -320,6 +320,7 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 ALWAYS = ("a power", "ljust", "output")  # one of each limit; the others are slow
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize(
     ("source", "cause"),

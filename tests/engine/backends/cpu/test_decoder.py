@@ -74,7 +74,7 @@ OF_EACH = list({model_type: name for name, (model_type, _) in reversed(SHAPES.it
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@both_dtypes
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("shape", OF_EACH)
 def test_every_family_has_a_program(shape: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, *SHAPES[shape])
@@ -84,6 +84,7 @@ def test_every_family_has_a_program(shape: str, dtype: str, tmp_path: Path, capl
 INT8: tuple[native.Variant, ...] = ("avx_vnni", "avx512_vnni")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512" not in native.supported_variants(16), reason="this CPU has no AVX-512")
 @both_dtypes
 @pytest.mark.parametrize("shape", FAMILIES)

@@ -340,6 +340,7 @@ def test_what_is_not_finite_never_becomes_a_number(kind: Kind, dtype: torch.dtyp
         assert linear(x)[:, 8:].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(10)])
 def test_a_row_of_the_kernel_has_the_same_bits_among_any_others(kind: Kind, seed: int) -> None:
     draw = random.Random(seed)

@@ -241,6 +241,7 @@ def test_beside_busy_processes_the_results_are_the_same() -> None:
         assert time.monotonic() < deadline, "a thread is kept from CPUs for good"
 
 
+@pytest.mark.slow
 def test_a_process_that_forks_computes_on_both_sides() -> None:
     code = """
 import os, torch

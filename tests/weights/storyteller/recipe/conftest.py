@@ -1,4 +1,4 @@
-"""The recipe on a miniature, both stages."""
+"""The recipe on a miniature, both stages. Its tests are slow ones: only a change to the recipe can break them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import pytest
 
 from gptserve.weights.storyteller.recipe.train import train, train_chat
 from tests.weights.storyteller.recipe.miniature import MINIATURE
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
