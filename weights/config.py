@@ -138,7 +138,9 @@ class ModelConfig:
     qkv_clip: float | None = None
     """Queries, keys and values are clamped to [-qkv_clip, qkv_clip]."""
     qk_norm: Literal["head", "projection"] | None = None
-    """An RMSNorm of queries and keys before their rotation: of each head alone, or of all heads as one vector."""
+    """An RMSNorm of queries and keys, before their rotation: of each head alone, or of all heads as one vector."""
+    qk_norm_after_rotation: bool = False
+    """That norm comes after the rotation."""
     attention_sinks: bool = False
     """The softmax of each head has one more logit, which has no value."""
     attention_softcap: float | None = None

@@ -59,7 +59,8 @@ class Attention:
         self._qkv = take_linear(source, f"{name}.qkv", bias=config.qkv_bias)
         self._out = take_linear(source, f"{name}.attn_out", bias=config.attn_out_bias)
         self._clip, self._qk_norm, self._backend = config.qkv_clip, config.qk_norm, backend
-        self._rotate_and_write = source.operations.rotate_and_write
+        self._norm_is_last = config.qk_norm_after_rotation
+        self._rotate_and_write = None if self._norm_is_last else source.operations.rotate_and_write
         if config.qk_norm:
             self._q_norm = take_norm(config, source, f"{name}.q_norm")
             self._k_norm = take_norm(config, source, f"{name}.k_norm")
@@ -82,17 +83,23 @@ class Attention:
             qkv = qkv.clamp(-self._clip, self._clip)
         heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
         q_THD, k_TGD, v_TGD = heads_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if self._qk_norm:
-            for norm, heads_TXD in ((self._q_norm, q_THD), (self._k_norm, k_TGD)):
-                normed = norm(heads_TXD if self._qk_norm == "head" else heads_TXD.flatten(1))
-                heads_TXD.copy_(normed.view_as(heads_TXD))
+        if not self._norm_is_last:
+            self._normalize_(q_THD, k_TGD)
         if rotation is not None and self._rotate_and_write is not None:
             self._rotate_and_write(heads_THD, rotation, cache_2NGBD, metadata.slots_T)
         else:
             if rotation is not None:
                 rotate_(heads_THD[:, : -spec.num_kv_heads], rotation)
+            if self._norm_is_last:
+                self._normalize_(q_THD, k_TGD)
             self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
+
+    def _normalize_(self, q_THD: Tensor, k_TGD: Tensor) -> None:
+        if self._qk_norm:
+            for norm, heads_TXD in ((self._q_norm, q_THD), (self._k_norm, k_TGD)):
+                normed = norm(heads_TXD if self._qk_norm == "head" else heads_TXD.flatten(1))
+                heads_TXD.copy_(normed.view_as(heads_TXD))
 
 
 class FeedForward:

@@ -66,6 +66,7 @@ _ROPE_YARN = {
     "original_max_position_embeddings": 16,
 }
 
+_ROPE_ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 30.0, "factor": 1.0}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 _SEEING = {
     "hidden_size": 32,
@@ -262,6 +263,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {**_LLAMA, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 12},
     ),
+    "Hunyuan": ("hunyuan_v1_dense", {**_LLAMA, "head_dim": 24, "rope_parameters": _ROPE_ALPHA}),
+    "Hunyuan MoE": ("hunyuan_v1_moe", {**_LLAMA, "head_dim": 16, "num_experts": 5, "moe_topk": [1, 3]}),
     "nanochat": ("nanochat", {**_LLAMA, "final_logit_softcapping": 4.0, "pad_token_id": 0}),
     "OLMo 2": ("olmo2", {**_LLAMA, "pad_token_id": 0}),
     "OLMo, clipped": ("olmo", {**_LLAMA, "pad_token_id": 0, "clip_qkv": 1.5}),

@@ -30,6 +30,7 @@ from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.gptj import GPTJ
 from gptserve.weights.families.granite import GRANITE, GRANITE_MOE
 from gptserve.weights.families.helium import HELIUM
+from gptserve.weights.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.minimax_m2 import MINIMAX_M2
 from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
@@ -74,12 +75,13 @@ FAMILIES: dict[str, Family] = {
             GLM,
             GLM4,
             HELIUM,
+            HUNYUAN,
             SEED_OSS,
             SMOLLM3,
             STABLELM,
             STARCODER2,
         ),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, HUNYUAN_MOE),
         *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
     )
 }

@@ -129,7 +129,7 @@ SAID_AGAIN: Mapping[str, Callable[[ModelConfig], object]] = {
         ("feed_forward_length", "ffn_dim", "intermediate_size", "n_inner"), _of_layers(lambda layer: layer.ffn_size)
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), lambda config: config.max_position),
-    "head_dim": _of_layers(lambda layer: layer.head_size),
+    **dict.fromkeys(("attention_head_dim", "head_dim"), _of_layers(lambda layer: layer.head_size)),
     "activation": lambda config: "swiglu" if config.gated_ffn and config.activation == "silu" else None,
     "mlp_type": lambda config: None if config.gated_ffn else "default",
     "norm_type": lambda config: "layer_norm" if config.norm == "layernorm" else None,

@@ -104,6 +104,18 @@ def _plain(scaling: RawConfig, plain: Frequencies, theta: float, original: int, 
     return Rotary(plain), max_position
 
 
+def _dynamic(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
+    """No scaling, but by Hunyuan's alpha: its power by d / (d - 2) is a factor of theta, for d rotated dimensions."""
+    alpha = scaling.number("alpha")
+    if alpha is None:
+        return _plain(scaling, plain, theta, original, max_position)
+    scaling.skip("factor", *_OF_YARN)
+    num = len(plain)
+    if num < 2:
+        raise scaling.error("alpha", "absent for heads of 2 dimensions")
+    return Rotary(tuple(f * alpha ** (-i / (num - 1)) for i, f in enumerate(plain))), max_position
+
+
 def _linear(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
     """Position interpolation (Chen et al. 2023): divide every position by the factor."""
     factor = scaling.positive("factor", default=1.0)
@@ -168,9 +180,12 @@ def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, original: in
     return rotary, min(max_position, original)
 
 
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Hunyuan's files have them beside alpha, without effect."""
+
 _SCALINGS: dict[str, Callable[[RawConfig, Frequencies, float, int, int], Scaled]] = {
     "default": _plain,
-    "dynamic": _plain,
+    "dynamic": _dynamic,
     "mrope": _plain,
     "linear": _linear,
     "llama3": _llama3,

@@ -23,7 +23,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
-from gptserve.engine.backends.cpu.program import Experts, Gate, Norm, Program, Rotation, Router, Table, route_bytes
+from gptserve.engine.backends.cpu.program import Experts, Gate, Norm, Program, Rotation, Table, route_bytes, router_data
 from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, Cache
@@ -295,17 +295,23 @@ class _Writer:
         num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
         qkv, heads = (self._buffers[config.layers[layer]][kind] for kind in ("qkv", "heads"))
 
-        def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.qkv", source, qkv)
-            if config.qkv_clip is not None:
-                self.program.add("clamp", qkv, qkv, c_float(config.qkv_clip))
+        def normalize() -> None:
             if config.qk_norm is not None:
                 for part, first, count in (("q", 0, num_heads), ("k", num_heads, num_kv_heads)):
                     vectors = (count, size) if config.qk_norm == "head" else (1, count * size)
                     self._norm(f"{name}.{part}_norm", qkv, qkv, (first * size, *vectors))
+
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.qkv", source, qkv)
+            if config.qkv_clip is not None:
+                self.program.add("clamp", qkv, qkv, c_float(config.qkv_clip))
+            if not config.qk_norm_after_rotation:
+                normalize()
             if table is not None:
                 rotation = Rotation(self._address(table), num_heads + num_kv_heads, size, table.shape[-1])
                 self.program.add("rotate", qkv, qkv, rotation)
+            if config.qk_norm_after_rotation:
+                normalize()
             self.program.add("attend", qkv, heads, backend.operation(spec, layer))
             self._linear(f"{name}.attn_out", heads, target, residual)
 
@@ -323,11 +329,11 @@ class _Writer:
         return append
 
     def _mixture(self, name: str, experts: Mixture, buffers: Mapping[str, str]) -> WritePart:
-        scores = buffers[_scores(experts)]
+        scores, correction = buffers[_scores(experts)], self._parts.corrections.get(f"{name}.router")
         data = Experts(
             ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num_all)),
             downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num_all)),
-            router=self._kept(self._router(name, experts)),
+            router=self._kept(router_data(experts, None if correction is None else self._address(correction))),
             gate=self._kept(self._gate()) if self._config.gated_ffn else None,
             ends=self._kept((c_int32 * experts.num_all)()),
             num=experts.num,
@@ -342,20 +348,6 @@ class _Writer:
             self.program.add("experts", source, target, data, residual=residual)
 
         return append
-
-    def _router(self, name: str, experts: Mixture) -> Router:
-        router = experts.router
-        return Router(
-            correction=self._address(self._parts.corrections[f"{name}.router"]) if router.has_correction else None,
-            num_groups=router.num_groups,
-            num_active_groups=router.num_active_groups,
-            min_sum=router.min_sum,
-            scale=router.scale,
-            plain=router.is_plain,
-            sigmoid=router.score == "sigmoid",
-            renormalised=router.renormalised,
-            shared_gate=experts.has_shared_gate,
-        )
 
     def _gate(self) -> Gate:
         """Return the gate, as `gated` in activation.py defines it."""

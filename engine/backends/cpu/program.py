@@ -93,6 +93,22 @@ class Experts(Structure):
     )
 
 
+def router_data(experts: Mixture, correction: int | None) -> Router:
+    """Return how a mixture chooses; `correction` is the address of its router's, fp32 [experts.num], if it has one."""
+    router = experts.router
+    return Router(
+        correction=correction,
+        num_groups=router.num_groups,
+        num_active_groups=router.num_active_groups,
+        min_sum=router.min_sum,
+        scale=router.scale,
+        plain=router.is_plain,
+        sigmoid=router.score == "sigmoid",
+        renormalised=router.renormalised,
+        shared_gate=experts.has_shared_gate,
+    )
+
+
 class _Buffer(Structure):
     """Buffer of program.h."""
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeInt8Linear, NativeLinear
-from gptserve.engine.backends.cpu.program import Experts, Gate, Program, route_bytes
-from gptserve.engine.backends.cpu.program import Router as RouterData
+from gptserve.engine.backends.cpu.program import Experts, Gate, Program, route_bytes, router_data
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.routing import route
@@ -107,7 +106,7 @@ class Mixture:
         program = Program(widths, self.shape.dtype.itemsize, self._variant, wide)
         ups, downs = ((c_void_p * num)(*(addressof(pair[i].weight) for pair in self.experts)) for i in range(2))
         gate, ends = Gate(LIMIT, native.ACTIVATIONS.index("relu")), (c_int32 * (num + 1))(*[-7] * (num + 1))
-        router = router_data(choice, self.correction)
+        router = router_data(choice, None if self.correction is None else self.correction.data_ptr())
         data = Experts(
             ups=addressof(ups),
             downs=addressof(downs),
@@ -136,21 +135,6 @@ class Mixture:
         assert ends[num] == -7
         assert all(torch.equal(bits(buffer[num_rows:]), behind[name]) for name, buffer in buffers.items())
         return buffers["out"][:num_rows]
-
-
-def router_data(choice: Choice, correction: Tensor | None) -> RouterData:
-    router = choice.router
-    return RouterData(
-        correction=None if correction is None else correction.data_ptr(),
-        num_groups=router.num_groups,
-        num_active_groups=router.num_active_groups,
-        min_sum=router.min_sum,
-        scale=router.scale,
-        plain=router.is_plain,
-        sigmoid=router.score == "sigmoid",
-        renormalised=router.renormalised,
-        shared_gate=choice.has_shared_gate,
-    )
 
 
 def bits(rows: Tensor) -> Tensor:
