@@ -141,7 +141,7 @@ class ServingProcess:
                 opening = asyncio.create_task(self._start_listening())
                 await opening
                 self._folder = await self._fetch()
-            engine = self._engine = _make_engine(self._settings, self._folder)
+            engine = self._engine = make_engine(self._settings, self._folder)
             starting = asyncio.create_task(engine.start())  # first: imports in other threads would delay the spawn
             opening = opening or asyncio.create_task(self._start_listening())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
@@ -250,7 +250,7 @@ class ServingProcess:
 
         settings = self._settings
         names = settings.own_names or (model_name(settings.model),)
-        self._model = model = load_model(folder, engine, names, settings, *_sampling_defaults(settings, folder))
+        self._model = model = load_model(folder, engine, names, settings, *sampling_defaults(settings, folder))
         if settings.otlp_traces_endpoint is not None:
             from gptserve.server.operations.tracing import Tracing
 
@@ -296,7 +296,7 @@ class ServingProcess:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))
 
 
-def _make_engine(settings: ServerSettings, folder: Path) -> EngineClient:
+def make_engine(settings: ServerSettings, folder: Path) -> EngineClient:
     """Return the engine of these settings, which has not been started."""
     config = replace(settings.engine, model_dir=folder)
     factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
@@ -310,7 +310,7 @@ def _make_engine(settings: ServerSettings, folder: Path) -> EngineClient:
     )
 
 
-def _sampling_defaults(settings: ServerSettings, folder: Path) -> tuple[dict[str, float], int | None]:
+def sampling_defaults(settings: ServerSettings, folder: Path) -> tuple[dict[str, float], int | None]:
     """Return the model's sampling parameters and its limit of an answer in a chat. Raises StartError, WeightsError."""
     if settings.generation_config == "none":
         return {}, None

@@ -1,4 +1,4 @@
-"""The command `gptserve`: serve a model, complete or score a text, chat, measure a server, inspect or convert a model.
+"""The command `gptserve`: serve a model, complete or score a text, chat, answer a file, inspect or convert a model.
 
 A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. Each command
 imports its heavy modules itself.
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import gptserve
 from gptserve.engine.errors import EngineError
 from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
+from gptserve.server.cli.batch import BATCH_FLAGS, add_batch_flags, run_batch
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, NAMES_FLAG, SEVERAL_NAMES, add_flags, add_server_flags
 from gptserve.server.cli.input_text import STDIN, read_text
@@ -154,6 +155,16 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     add_score_flags(score)
     score.set_defaults(parser=score, run=_score)
 
+    batch = commands.add_parser(
+        "batch",
+        help="answer the requests in a file, without a server",
+        usage="gptserve batch -i FILE -o FILE [MODEL] [options of serve]",
+        description="Load a model as `serve` would with these options, and answer the requests in a file, in the "
+        "format of OpenAI's batches. Run it again to go on where it stopped.",
+    )
+    add_batch_flags(batch)
+    batch.set_defaults(parser=batch, run=_batch)
+
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder, GGUF file or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
@@ -206,7 +217,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     """Return the settings of `serve` from the command line, the environment and a file. Raises SettingsError."""
-    own = ("MODEL", "parser", "run", SEVERAL_NAMES, *SCORE_FLAGS)
+    own = ("MODEL", "parser", "run", SEVERAL_NAMES, *SCORE_FLAGS, *BATCH_FLAGS)
     flags = {name: value for name, value in vars(options).items() if name not in own}
     if options.MODEL is not None:
         if "model" in flags:
@@ -278,6 +289,12 @@ def _score(options: argparse.Namespace) -> int:
 
     settings, text = _settings(options), read_text(options.FILE)
     print_text([score_text(settings, text, options.window, options.stride, as_json=options.json)])
+    return 0
+
+
+def _batch(options: argparse.Namespace) -> int:
+    num_lines, num_failed = run_batch(_settings(options), options.input_file, options.output_file)
+    print_text([f"{num_lines} lines have their results, {num_failed} of them failed"])
     return 0
 
 
