@@ -16,7 +16,7 @@ from gptserve.engine.model.activation import activate
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
-from gptserve.engine.model.norm import Norm
+from gptserve.engine.model.norm import Norm, normalize_heads_
 from gptserve.engine.model.operations import BlockWriter, Operations, WritePart
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.engine.model.routing import take_route
@@ -61,9 +61,7 @@ class Attention:
         self._clip, self._qk_norm, self._backend = config.qkv_clip, config.qk_norm, backend
         self._norm_is_last = config.qk_norm_after_rotation
         self._rotate_and_write = None if self._norm_is_last else source.operations.rotate_and_write
-        if config.qk_norm:
-            self._q_norm = take_norm(config, source, f"{name}.q_norm")
-            self._k_norm = take_norm(config, source, f"{name}.k_norm")
+        self._norms = [take_norm(config, source, f"{name}.{part}_norm") for part in "qk"] if config.qk_norm else []
         sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
         self._spec = attention_spec(config, config.layers[layer], device, sinks)
         source.attentions.append(self._spec)
@@ -84,22 +82,16 @@ class Attention:
         heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
         q_THD, k_TGD, v_TGD = heads_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if not self._norm_is_last:
-            self._normalize_(q_THD, k_TGD)
+            normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm == "head")
         if rotation is not None and self._rotate_and_write is not None:
             self._rotate_and_write(heads_THD, rotation, cache_2NGBD, metadata.slots_T)
         else:
             if rotation is not None:
                 rotate_(heads_THD[:, : -spec.num_kv_heads], rotation)
             if self._norm_is_last:
-                self._normalize_(q_THD, k_TGD)
+                normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm == "head")
             self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
-
-    def _normalize_(self, q_THD: Tensor, k_TGD: Tensor) -> None:
-        if self._qk_norm:
-            for norm, heads_TXD in ((self._q_norm, q_THD), (self._k_norm, k_TGD)):
-                normed = norm(heads_TXD if self._qk_norm == "head" else heads_TXD.flatten(1))
-                heads_TXD.copy_(normed.view_as(heads_TXD))
 
 
 class FeedForward:

@@ -5,7 +5,7 @@ layers.py builds one `Norm` for each norm of the model; cpu/decoder.py reads wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,3 +43,10 @@ class Norm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the norm of x, added to residual if given."""
         return self.normalize(x, self, residual)
+
+
+def normalize_heads_(norms: Sequence[Norm], heads: Sequence[Tensor], *, of_each: bool) -> None:
+    """Normalize queries and keys [T, X, D] in place, each head or all heads as one vector; without norms nothing."""
+    for norm, heads_TXD in zip(norms, heads, strict=False):
+        normed = norm(heads_TXD if of_each else heads_TXD.flatten(1))
+        heads_TXD.copy_(normed.view_as(heads_TXD))
