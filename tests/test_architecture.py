@@ -289,6 +289,14 @@ def test_the_spine_stays_small() -> None:
     assert sum(sizes.values()) <= MAX_SPINE_LINES, sizes
 
 
+def test_the_pages_for_users_stay_short() -> None:
+    texts = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
+    num_words = {name: sum(1 for word in text.split() if re.search(r"\w", word)) for name, text in texts.items()}
+
+    assert len(num_words) == 9
+    assert sum(num_words.values()) <= MAX_USER_WORDS, f"{num_words}: what is for developers belongs in docs/dev/"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_that_a_page_names_exists(page: str) -> None:
     assert missing_paths(page, (ROOT / page).read_text(encoding="utf-8")) == []
