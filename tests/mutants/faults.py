@@ -96,9 +96,9 @@ FAULTS = (
     # engine/model
     Fault(
         "qk_norms_swapped",
-        "engine/model/layers.py",
-        "((self._q_norm, q_THD), (self._k_norm, k_TGD))",
-        "((self._k_norm, q_THD), (self._q_norm, k_TGD))",
+        "engine/model/norm.py",
+        "zip(norms, heads, strict=False)",
+        "zip(norms[::-1], heads, strict=False)",
         ("tests/parity/test_families.py", "tests/engine/model", "tests/engine/backends/cpu/test_decoder.py"),
         "queries get the norm of keys, and keys that of queries",
     ),
