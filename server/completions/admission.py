@@ -62,15 +62,16 @@ def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -
     _take_in_place(service, owner, num_requests)
 
 
-def take_inputs(service: Service, owner: str | None, num_inputs: int) -> None:
-    """Count inputs to embed as waiting, as take_places does choices. Raises the same."""
+def take_inputs(service: Service, owner: str | None, num_inputs: int) -> int:
+    """Count the first inputs to embed as waiting; return how many of them, and of the others, to submit at once.
+
+    They are no more than may run and wait, so that a list may be longer than the queue. Raises what take_places does.
+    """
     info, of_key = service.model.engine.info, service.limits.most_requests(owner)
-    most = info.max_num_seqs + info.max_num_queued_reqs
-    most = most if of_key is None else min(most, of_key)
-    if num_inputs > most:
-        rule = f"input may be a list of at most {most} here, as many as may run and wait"
-        raise InvalidRequestError(f"{rule}, got {num_inputs}", param="input")
-    _take_in_place(service, owner, num_inputs)
+    most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
+    most = most if of_key is None else max(1, min(most, of_key))
+    _take_in_place(service, owner, min(num_inputs, most))
+    return most
 
 
 def _take_in_place(service: Service, owner: str | None, num_requests: int) -> None:

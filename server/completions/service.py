@@ -73,11 +73,17 @@ class Service:
             self._check_open()
             self.limits.check(owner, 1)
 
-    def submit(self, requests: Sequence[AnyRequest], owner: str | None) -> TokenStream:
-        """Queue the requests of an owner. Raises ServiceError or EngineError."""
+    def submit(self, requests: Sequence[AnyRequest], owner: str | None, *, go_on: bool = False) -> TokenStream:
+        """Queue the requests of an owner. Raises ServiceError or EngineError.
+
+        Those that go_on are the rest of what was let in, in the places of its first ones.
+        """
         with self.counting_rejections():
-            self._check_open()
-            self.limits.check(owner, len(requests))
+            if go_on:
+                self.check_alive()
+            else:
+                self._check_open()
+                self.limits.check(owner, len(requests))
             stream = self.model.engine.submit(requests)
         self.limits.begin(owner, stream)
         prompts = [r for r in requests if isinstance(r, PoolingRequest) or r.choice_index == 0]

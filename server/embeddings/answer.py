@@ -36,22 +36,22 @@ class EmbeddingResponse(Response):
         self._service, self._plan, self._started_at = service.using(plan.model), plan, started_at
         self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
         self._vectors: dict[int, array[float]] = {}
+        self._stream: TokenStream
         self._is_failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError or EngineError only before anything is sent."""
         service, plan = self._service, self._plan
         with service.lifecycle.active():
-            stream = service.submit(plan.requests, plan.owner)
+            self._stream = service.submit(plan.requests[: plan.num_at_once], plan.owner)
             try:
-                with expiring(stream, self._remaining_s()):
-                    await self._compute(stream, receive, send)
+                await self._compute(receive, send)
                 response = await self._render()
             except Exception as error:
                 self._is_failed = not isinstance(error, ClientDisconnect)
                 raise
             finally:
-                stream.abort()
+                self._stream.abort()
                 log_fields(scope).update(self._close())
             await response(scope, receive, send)
 
@@ -59,14 +59,22 @@ class EmbeddingResponse(Response):
         limit_ms = self._plan.body.timeout_ms
         return None if limit_ms is None else limit_ms / 1000 - (time.perf_counter() - self._started_at)
 
-    async def _compute(self, stream: TokenStream, receive: Receive, send: Send) -> None:
-        """Wait for all vectors. Raises ClientDisconnect if the client hangs up."""
-        async with sse.Connection(receive, send, stream.abort) as connection:
-            async for outputs in stream:
-                for output in outputs:
-                    self._add(output)
-        if connection.is_gone:
-            raise ClientDisconnect
+    async def _compute(self, receive: Receive, send: Send) -> None:
+        """Wait for all vectors, and submit the next inputs when the last ones are done.
+
+        Raises ClientDisconnect if the client hangs up.
+        """
+        requests, num = self._plan.requests, self._plan.num_at_once
+        async with sse.Connection(receive, send, lambda: self._stream.abort()) as connection:
+            for start in range(0, len(requests), num):
+                if start:
+                    self._stream = self._service.submit(requests[start : start + num], self._plan.owner, go_on=True)
+                with expiring(self._stream, self._remaining_s()):
+                    async for outputs in self._stream:
+                        for output in outputs:
+                            self._add(output)
+                if connection.is_gone:
+                    raise ClientDisconnect
 
     def _add(self, output: TokenOutput) -> None:
         """Keep the vector of an input. Raises ServiceError if there is none."""

@@ -16,14 +16,18 @@ from gptserve.server.completions.prompt import blaming
 from gptserve.server.completions.service import Service
 from gptserve.server.schemas.embeddings import EmbeddingRequest
 
+MAX_NUMBERS = 2**21
+"""Of an answer: 42 MB of JSON, and 2,048 vectors of 1,024 numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingPlan:
-    """A checked request: what to submit for each input, in their order, and the way to answer."""
+    """A checked request: what to submit for each input, in their order, num_at_once of them, and the way to answer."""
 
     model: Model
     owner: str | None
     requests: tuple[PoolingRequest, ...]
+    num_at_once: int
     body: EmbeddingRequest
 
     @property
@@ -40,7 +44,11 @@ async def plan_embeddings(body: EmbeddingRequest, service: Service, owner: str |
     if body.dimensions is not None and body.dimensions > width:
         message = f"dimensions must be at most {width}, the width of this model, got {body.dimensions}"
         raise InvalidRequestError(message, param="dimensions")
-    take_inputs(service, owner, len(inputs))
+    num_numbers = len(inputs) * (body.dimensions or width)
+    if num_numbers > MAX_NUMBERS:
+        rule = f"the number of inputs times that of dimensions may be at most {MAX_NUMBERS}"
+        raise InvalidRequestError(f"{rule}, got {len(inputs)} times {body.dimensions or width}", param="input")
+    num_at_once = take_inputs(service, owner, len(inputs))
     prompts = await _encode(inputs, service, special=body.add_special_tokens is not False)
     answer_id, pooling = uuid.uuid4().hex, model.text_vector.pooling
     cache_salt = "" if owner is None else json.dumps([owner, ""])  # as of completions
@@ -49,7 +57,7 @@ async def plan_embeddings(body: EmbeddingRequest, service: Service, owner: str |
     )
     for i, request in enumerate(requests):
         _check(request, i, len(requests), model)
-    return EmbeddingPlan(model, owner, requests, body)
+    return EmbeddingPlan(model, owner, requests, num_at_once, body)
 
 
 def _inputs(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -185,22 +186,27 @@ def test_a_field_of_a_wrong_type_is_named(make_api: MakeApi, body: dict[str, Any
     assert refusal(response)[1] == param
 
 
-def test_no_more_inputs_are_taken_than_may_run_and_wait(make_api: MakeApi) -> None:
-    small = replace(EMBEDS, max_num_seqs=2, max_num_queued_reqs=1)
-    message, param, _ = refusal(post(make(make_api, engine(small)), ["a"] * 4))
-    rule = "input may be a list of at most 3 here, as many as may run and wait, got 4"
-    assert (message, param) == (rule, "input")
+def test_a_list_may_be_longer_than_the_queue(make_api: MakeApi) -> None:
+    fake = engine(replace(EMBEDS, max_num_seqs=2, max_num_queued_reqs=1))
+    inputs = [[i] for i in range(10)]
+    assert [its[0] for its in embeddings(post(make(make_api, fake, text_vector=RAW), inputs))] == list(range(10))
+    assert [request.prompt_token_ids for request in fake.submitted] == [(i,) for i in range(10)]
+
+
+def test_an_answer_has_a_greatest_size(make_api: MakeApi) -> None:
+    fake = engine(replace(EMBEDS, vector_size=4096))
+    message, param, _ = refusal(post(make(make_api, fake), ["a"] * 600))
+    rule = "the number of inputs times that of dimensions may be at most 2097152, got 600 times 4096"
+    assert (message, param, fake.submitted) == (rule, "input", [])
+    assert len(embeddings(post(make(make_api, fake), ["a"] * 600, dimensions=2))) == 600
 
 
 def test_a_key_has_its_limits(make_api: MakeApi) -> None:
-    fake = engine(auto=False)
     options = {"api_keys": ("k",), "max_requests_per_key": 4, "max_tokens_per_minute_per_key": 8}
     api, headers = make(make_api, engine(), **options), {"authorization": "Bearer k"}
     assert post(api, "a").status_code == 401
-    assert "at most 4 here" in refusal(post(api, ["a"] * 5, headers=headers))[0]
-    assert embeddings(post(api, ["aaaa", "bbbb"], headers=headers))
+    assert len(embeddings(post(api, ["a"] * 5, headers=headers))) == 5, "four of them at once"
     assert "tokens a minute" in refusal(post(api, "a", headers=headers), 429)[0]
-    assert fake.submitted == []
 
 
 def test_a_failure_of_the_engine_is_told(make_api: MakeApi) -> None:
@@ -229,6 +235,23 @@ def test_a_client_that_hangs_up_is_computed_for_no_more(serve: Serve) -> None:
             client.send(request)
     server.engine.wait_for(lambda: len(server.engine.aborted) == 2)
     server.wait_until_idle()
+
+
+def test_a_client_that_hangs_up_between_two_parts_of_its_list_has_no_other_computed(serve: Serve) -> None:
+    server = serve(engine(replace(EMBEDS, max_num_seqs=1, max_num_queued_reqs=0), auto=False), task="embed")
+    with httpx.Client(timeout=20) as client:
+        request = client.build_request("POST", f"{server.url}/v1/embeddings", json={"input": ["a", "b", "c"]})
+        request.extensions["timeout"]["read"] = 0.5
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(client.send, request)
+            server.engine.wait_for(lambda: len(server.engine.submitted) == 1)
+            server.engine.from_outside(server.engine.step)
+            server.engine.wait_for(lambda: len(server.engine.submitted) == 2)
+            with pytest.raises(httpx.ReadTimeout):
+                answer.result()
+    server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+    server.wait_until_idle()
+    assert len(server.engine.submitted) == 2
 
 
 def test_a_request_ends_at_its_own_time_limit(serve: Serve) -> None:
