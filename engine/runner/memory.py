@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from gptserve.engine.backends.cpu import native
@@ -98,6 +99,19 @@ def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, 
     return ("int8", "int10", None) if native.has_fast_int10() else ("int8", None)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldWeight:
+    """A tensor of a model as a rank holds it. `read_bytes` is what a step of one token reads of it, on average."""
+
+    part: str
+    name: str
+    """Canonical."""
+    type: str | None
+    """What products compute with: a WeightType, or the name of the stored type that is kept; None: the dtype."""
+    num_bytes: int
+    read_bytes: int
+
+
 def weight_bytes(
     model: ModelConfig,
     dtype_bytes: int,
@@ -105,26 +119,53 @@ def weight_bytes(
     share: Share = WHOLE,
     kept: StoredType | None = None,
 ) -> dict[str, int]:
-    """Return the bytes of a rank's parameters by part.
+    """Return the bytes of a rank's parameters by part, as `held_weights` has them."""
+    sizes = dict.fromkeys(_PARTS, 0)
+    for held in held_weights(model, dtype_bytes, quantization, share, kept):
+        sizes[held.part] += held.num_bytes
+    return sizes
+
+
+def held_weights(
+    model: ModelConfig,
+    dtype_bytes: int,
+    quantization: Quantization | None = None,
+    share: Share = WHOLE,
+    kept: StoredType | None = None,
+) -> Iterator[HeldWeight]:
+    """Yield a rank's tensors; the weight of a head that is tied comes last.
 
     `kept` is the stored type that a device keeps, if any. A tied head is the embedding, and in int8 a copy beside it.
     On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
     weights may take: how many outputs and channels are not quantized depends on their values.
     """
-    sizes = dict.fromkeys(_PARTS, 0)
+    embedding_bytes = 0
     for part, name, shape in _tensors(model, share):
+        linear, weight_type = name.removesuffix(".weight"), None
         held = None if kept is None else held_shapes(name, shape, kept)
-        sizes[part] += math.prod(shape) * dtype_bytes if held is None else sum(map(math.prod, held.values()))
-    if quantization != "int8":
-        return sizes
-    for part, name, shape in _tensors(model):
-        linear = name.removesuffix(".weight")
-        weight_type = weight_type_of(linear, model.num_layers, quantization) if linear != name else None
-        if weight_type is not None:
-            sizes[part] += _quantized_bytes(linear, shape, weight_type) - math.prod(shape) * dtype_bytes
-    if model.tied_head:
-        sizes["head"] += _quantized_bytes("head", (model.vocab_size, model.embed_size or model.hidden_size))
-    return sizes
+        if quantization is not None and linear != name:
+            weight_type = weight_type_of(linear, model.num_layers, quantization)
+        if kept is not None and held is not None:
+            its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
+        elif weight_type is not None:
+            its_type, num_bytes = str(weight_type), _quantized_bytes(linear, shape, weight_type)
+        else:
+            its_type, num_bytes = None, math.prod(shape) * dtype_bytes
+        embedding_bytes = num_bytes if name == "embed.weight" else embedding_bytes
+        yield HeldWeight(part, name, its_type, num_bytes, math.ceil(num_bytes * _share_read(model, name)))
+    if model.tied_head and share.rank == 0:
+        is_copy = quantization == "int8"
+        head = (model.vocab_size, model.embed_size or model.hidden_size)
+        num_bytes = _quantized_bytes("head", head) if is_copy else embedding_bytes
+        yield HeldWeight("head", "head.weight", quantization, num_bytes if is_copy else 0, num_bytes)
+
+
+def _share_read(model: ModelConfig, name: str) -> float:
+    """Return how much of a tensor a step of one token reads: a row of a table, the experts that are active."""
+    if name in ("embed.weight", "position.weight"):
+        return 1 / (model.vocab_size if name.startswith("embed") else model.max_position)
+    experts = model.layers[int(name.split(".")[1])].experts if ".experts." in name else None
+    return 1.0 if experts is None else experts.num_per_row / experts.num_all
 
 
 def linear_bytes(model: ModelConfig, quantization: Quantization | None, dtype_bytes: int) -> int:

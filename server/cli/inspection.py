@@ -1,23 +1,27 @@
-"""The report of `gptserve inspect`, from a model's config.json alone: parameters, bytes, KV cache, what fits.
+"""The report of `gptserve inspect`: parameters, bytes, KV cache, what fits, what is stored and what is computed with.
 
-engine/runner/memory.py does the arithmetic. Reads no weights and does not import torch.
+It needs config.json alone, but for what is stored, which the headers of the files say. engine/runner/memory.py does the
+arithmetic. Reads no weights and does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gptserve.engine.config import Quantization
 from gptserve.engine.runner.memory import (
     CPU_MEMORY_SHARE,
+    HeldWeight,
     available_memory_bytes,
     cache_capacity,
+    held_weights,
     kv_bytes_per_token,
     parameter_counts,
     weight_bytes,
 )
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.inventory import StoredPart
 from gptserve.weights.quantized.stored_type import PackedType, StoredType
 from gptserve.weights.sharding import Share
 
@@ -27,6 +31,49 @@ TYPES: dict[str, tuple[int, Quantization | None]] = {
     "int8": (2, "int8"),
 }
 """The columns: bytes of a number, and the quantization of weights. int8 is bfloat16 with `--quantization int8`."""
+
+
+_ROWS = {
+    "embedding": ("embed", "embed_in"),
+    "position": ("position",),
+    "attention q, k, v": ("qkv",),
+    "attention out": ("attn_out", "sinks"),
+    "feed-forward": ("ffn_up", "ffn_down"),
+    "router": ("router", "correction"),
+    "experts": (),  # the feed-forwards below blocks.{i}.experts
+    "norms": (),  # all tensors named ..._norm
+    "head": ("head", "embed_out"),
+}
+"""The canonical tensors of each row of what is stored and computed with."""
+_APART = "qkv"
+"""The letters of the parts that some files have apart."""
+
+_SHARE_SHOWN = 0.02
+"""Types of less of a row's bytes are not named in the table: biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReport:
+    """How the files hold a row of tensors: the bytes of each stored type. `part` is a row, or "attention q" and so on.
+
+    bits_per_weight counts scales and zeros.
+    """
+
+    part: str
+    type_bytes: dict[str, int]
+    bits_per_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedReport:
+    """What products compute a row of tensors with: the bytes of each type in memory.
+
+    bytes_per_token is what a step of one sequence reads of them.
+    """
+
+    part: str
+    type_bytes: dict[str, int]
+    bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +88,16 @@ class DTypeReport:
     num_blocks: int
     num_tokens: int
     num_full_sequences: int
+    computed_with: tuple[ComputedReport, ...]
+    weight_bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
     """The needs of one model, and what fits into memory_bytes; of its first rank, if it is split among several.
 
-    stored_types names how the files hold the quantized weights, if any are.
+    stored_types names how the files hold the quantized weights, if any are. `stored` is of the whole model, and empty
+    where there are no files of weights.
 
     The other ranks hold no embedding and no head.
     """
@@ -67,6 +117,7 @@ class ModelReport:
     block_size: int
     memory_bytes: int
     by_dtype: tuple[DTypeReport, ...]
+    stored: tuple[StoredReport, ...]
 
 
 def inspect_model(
@@ -76,6 +127,7 @@ def inspect_model(
     block_size: int,
     num_ranks: int = 1,
     types: Sequence[StoredType] = (),
+    stored: Iterable[StoredPart] = (),
 ) -> ModelReport:
     """Make the report; memory_bytes, of each rank, is by default its share of this machine's free memory.
 
@@ -101,7 +153,10 @@ def inspect_model(
         of_other = Share(1, num_ranks)
         others = sum(weight_bytes(whole, num_bytes, quantization, of_other, kept).values()) if num_ranks > 1 else None
         fits = cache_capacity(model, memory_bytes - total, num_bytes, block_size, model.max_position)
-        by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes_per_token(model, num_bytes), *fits))
+        computed = _computed(dtype, held_weights(whole, num_bytes, quantization, share, kept))
+        num_read = sum(entry.bytes_per_token for entry in computed)
+        kv_bytes = kv_bytes_per_token(model, num_bytes)
+        by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes, *fits, computed, num_read))
     kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in model.layers}
     num_kv_heads, head_size = kv_shapes.pop() if len(kv_shapes) == 1 else (None, None)
     return ModelReport(
@@ -119,7 +174,51 @@ def inspect_model(
         block_size=block_size,
         memory_bytes=memory_bytes,
         by_dtype=tuple(by_dtype),
+        stored=_stored(stored),
     )
+
+
+def _row_of(canonical: str) -> str:
+    """Return the row of a tensor."""
+    tensor = canonical.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if tensor.endswith("_norm"):
+        return "norms"
+    if ".experts." in canonical:
+        return "experts"
+    return next(row for row, tensors in _ROWS.items() if tensor in tensors)
+
+
+def _stored(parts: Iterable[StoredPart]) -> tuple[StoredReport, ...]:
+    """Return the rows of what is stored, in the order of _ROWS; queries, keys and values as the files have them."""
+    sizes: dict[str, dict[str, int]] = {}
+    num_weights: dict[str, int] = {}
+    for part in parts:
+        row = _row_of(part.canonical)
+        if part.num_parts == len(_APART) and row == "attention q, k, v":
+            row = f"attention {_APART[part.number]}"
+        of_row = sizes.setdefault(row, {})
+        of_row[part.type] = of_row.get(part.type, 0) + part.num_bytes
+        num_weights[row] = num_weights.get(row, 0) + part.num_weights
+    order = list(_ROWS)
+    order[2:3] = [order[2], *(f"attention {letter}" for letter in _APART)]
+    return tuple(
+        StoredReport(row, sizes[row], round(8 * sum(sizes[row].values()) / num_weights[row], 3))
+        for row in order
+        if row in sizes
+    )
+
+
+def _computed(dtype: str, weights: Iterable[HeldWeight]) -> tuple[ComputedReport, ...]:
+    """Return the rows of what is computed with, in a column; `dtype` is its name."""
+    plain = dtype if dtype in ("float32", "bfloat16") else "bfloat16"
+    sizes: dict[str, dict[str, int]] = {}
+    num_read: dict[str, int] = {}
+    for held in weights:
+        row, its_type = _row_of(held.name), plain if held.type is None else held.type
+        of_row = sizes.setdefault(row, {})
+        of_row[its_type] = of_row.get(its_type, 0) + held.num_bytes
+        num_read[row] = num_read.get(row, 0) + held.read_bytes
+    return tuple(ComputedReport(row, sizes[row], num_read[row]) for row in _ROWS if row in sizes)
 
 
 def render(report: ModelReport) -> str:
@@ -138,6 +237,7 @@ def render(report: ModelReport) -> str:
     others = [entry.other_rank_weights_bytes for entry in report.by_dtype]
     if report.tensor_parallel_size > 1:
         lines.append(_row("each other rank", "", *(_bytes(number or 0) for number in others)))
+    lines += [*_stored_lines(report), *_computed_lines(report)]
     lines += ["", _row("KV cache", "", *types)]
     rows = {
         "bytes a token": [f"{entry.kv_bytes_per_token:,}" for entry in report.by_dtype],
@@ -157,6 +257,41 @@ def render(report: ModelReport) -> str:
         "--kv-cache-bytes says more; what is reserved is used only as the cache fills",
     ]
     return "\n".join(lines)
+
+
+def _stored_lines(report: ModelReport) -> list[str]:
+    """Return the table of what the files hold; nothing without files."""
+    if not report.stored:
+        return []
+    lines = ["", _row("in the files", "bits a weight", "bytes") + "  stored as"]
+    for entry in report.stored:
+        total = sum(entry.type_bytes.values())
+        types = ", ".join(sorted(entry.type_bytes, key=lambda name: -entry.type_bytes[name]))
+        lines.append(_row(entry.part, f"{entry.bits_per_weight:.2f}", _bytes(total)) + f"  {types}")
+    whole = sum(sum(entry.type_bytes.values()) for entry in report.stored)
+    return [*lines, _row("total", "", _bytes(whole))]
+
+
+def _computed_lines(report: ModelReport) -> list[str]:
+    """Return the tables of what each column computes with, and of what it reads for a token."""
+    columns = [{row.part: row for row in entry.computed_with} for entry in report.by_dtype]
+    types = [entry.dtype for entry in report.by_dtype]
+
+    def table(title: str, cell: Callable[[ComputedReport], str]) -> list[str]:
+        rows = [_row(part, "", *(cell(column[part]) for column in columns)) for part in columns[0]]
+        return ["", _row(title, "", *types), *rows]
+
+    def names(row: ComputedReport) -> str:
+        most = max(row.type_bytes.values())
+        held = [name for name, size in row.type_bytes.items() if size >= _SHARE_SHOWN * most]
+        return ", ".join(sorted(held, key=lambda name: -row.type_bytes[name]))
+
+    totals = [_bytes(entry.weight_bytes_per_token) for entry in report.by_dtype]
+    return [
+        *table("computed with", names),
+        *table("read for a token", lambda row: _bytes(row.bytes_per_token)),
+        _row("total", "", *totals),
+    ]
 
 
 def _row(name: str, *cells: str) -> str:

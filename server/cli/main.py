@@ -165,7 +165,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     add_batch_flags(batch)
     batch.set_defaults(parser=batch, run=_batch)
 
-    inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
+    inspect = commands.add_parser("inspect", help="show a model's size, what is stored and computed with")
     inspect.add_argument("MODEL", nargs="?", help="folder, GGUF file or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
     inspect.add_argument(
@@ -345,6 +345,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     from gptserve.server.cli.inspection import inspect_model, render
     from gptserve.weights.families import load_config, read_raw_config
+    from gptserve.weights.inventory import has_weights, stored_parts
     from gptserve.weights.quantized import stored_types
     from gptserve.weights.source import model_name, resolve_config
 
@@ -352,6 +353,7 @@ def _inspect(options: argparse.Namespace) -> int:
     config = load_config(folder, "refuse" if options.strict_config else "warn")
     types = stored_types(read_raw_config(folder), folder)
     name, num_ranks = model_name(options.MODEL), options.tensor_parallel_size
-    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types)
+    stored = stored_parts(folder, config) if has_weights(folder) else ()
+    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types, stored)
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0

@@ -14,6 +14,7 @@ from gptserve.weights.families.family import RawConfig
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.nanogpt import NANOGPT
+from gptserve.weights.inventory import StoredPart
 from gptserve.weights.quantized.gptq import read_gptq
 from gptserve.weights.quantized.mxfp4 import MXFP4
 from tests.weights.families.known import KNOWN
@@ -106,6 +107,60 @@ def test_the_table_names_the_stored_types_of_quantized_weights() -> None:
     assert [entry.dtype for entry in report.by_dtype] == ["float32", "bfloat16", "int8"]
     assert "\nquantized weights in the files: GPTQ; a column has what they are unpacked to" in render(report)
     assert "in the files" not in render(inspect_model("tiny", TINY, 2**20, 16))
+
+
+def test_each_part_shows_what_is_stored_in_how_many_bits() -> None:
+    stored = [
+        StoredPart("embed.weight", 0, 1, "F16", 1600, 800),
+        *(StoredPart("blocks.0.qkv.weight", i, 3, ("Q4_K", "Q4_K", "Q6_K")[i], (36, 36, 52)[i], 64) for i in range(3)),
+        *(StoredPart("blocks.1.qkv.weight", i, 3, "Q4_K", 36, 64) for i in range(3)),
+        StoredPart("blocks.0.experts.0.ffn_up.weight", 0, 1, "MXFP4", 34, 64),
+        StoredPart("blocks.1.attn_norm.weight", 0, 1, "F32", 32, 8),
+    ]
+    report = inspect_model("tiny", TINY, 2**20, 16, stored=reversed(stored))
+
+    assert [(entry.part, entry.type_bytes, entry.bits_per_weight) for entry in report.stored] == [
+        ("embedding", {"F16": 1600}, 16),
+        ("attention q", {"Q4_K": 72}, 4.5),
+        ("attention k", {"Q4_K": 72}, 4.5),
+        ("attention v", {"Q4_K": 36, "Q6_K": 52}, 5.5),
+        ("experts", {"MXFP4": 34}, 4.25),
+        ("norms", {"F32": 32}, 32),
+    ]
+    table = render(report)
+    assert "\n  attention v                       5.50            88 B  Q6_K, Q4_K\n" in table
+    assert "in the files" not in render(inspect_model("tiny", TINY, 2**20, 16))
+
+
+def test_each_part_shows_what_it_is_computed_with_and_what_a_token_reads() -> None:
+    report = inspect_model("tiny", TINY, 2**20, 16)
+
+    floats, _, int8 = (entry.computed_with for entry in report.by_dtype)
+    assert [(entry.part, entry.type_bytes, entry.bytes_per_token) for entry in floats] == [
+        ("embedding", {"float32": 4 * 800}, 4 * 8),
+        ("position", {"float32": 4 * 64 * 8}, 4 * 8),
+        ("attention q, k, v", {"float32": 4 * 2 * 8 * 24}, 4 * 2 * 8 * 24),
+        ("attention out", {"float32": 4 * 2 * 8 * 8}, 4 * 2 * 8 * 8),
+        ("feed-forward", {"float32": 4 * 2 * 2 * 8 * 32}, 4 * 2 * 2 * 8 * 32),
+        ("norms", {"float32": 4 * 5 * 8}, 4 * 5 * 8),
+        ("head", {"float32": 0}, 4 * 800),  # it is the embedding
+    ]
+    assert [sum(sum(row.type_bytes.values()) for row in entry.computed_with) for entry in report.by_dtype] == [
+        entry.weights_bytes for entry in report.by_dtype
+    ]
+    assert [set(entry.type_bytes) for entry in int8[2:]] == [*({"int8"},) * 3, {"bfloat16"}, {"int8"}]
+    table = render(report)
+    assert "\n  head                                           float32        bfloat16            int8\n" in table
+    assert "\n  read for a token " in table
+
+
+def test_of_experts_a_token_reads_those_that_are_active() -> None:
+    model = GPT_OSS.read_config(RawConfig(KNOWN["gpt-oss-20b"][0]))
+    entry = inspect_model("20b", model, 2**36, 16, types=(MXFP4,)).by_dtype[-1]
+    experts = next(row for row in entry.computed_with if row.part == "experts")
+
+    assert set(experts.type_bytes) == {"MXFP4", "bfloat16"}  # the second of the biases
+    assert experts.bytes_per_token == sum(experts.type_bytes.values()) * 4 // 32
 
 
 def test_the_table_shows_a_head_of_its_own() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gptserve.weights.source import resolve_model
 from tests.conftest import MakeGPT2
 from tests.server.cli.conftest import StandIn
 from tests.server.cli.events import events, text_event
@@ -326,6 +327,16 @@ def test_inspect_prints_tables_or_json(run: Any) -> None:
     assert report["model"] == "storyteller"
     assert report["memory_bytes"] == 2**30
     assert f"{report['num_parameters']:,}" in table
+    assert [entry["type_bytes"].keys() for entry in report["stored"]] == [{"BF16"}] * 6
+    assert "  attention out                    16.00       289.5 KiB  BF16\n" in table
+
+
+def test_inspect_needs_no_weights(run: Any, tmp_path: Path) -> None:
+    shutil.copy(resolve_model(None) / "config.json", tmp_path)
+    status, table, _ = run("inspect", str(tmp_path), "--memory", "1GiB")
+
+    assert status == 0
+    assert "in the files" not in table
 
 
 def test_inspect_knows_the_embedded_model_by_its_name(run: Any) -> None:

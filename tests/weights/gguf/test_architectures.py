@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.gguf.architectures import ARCHITECTURES
+from gptserve.weights.inventory import stored_parts
 from gptserve.weights.sharding import Share
 from gptserve.weights.source import resolve_model
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
@@ -89,6 +90,19 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
         assert [key for key in differing if not key.endswith("norm.weight")] == []
         for key in differing:  # one was added and taken away
             assert (of_file[key] - of_copy[key]).abs().max() < 1e-6
+
+
+def test_the_inventory_names_the_types_of_a_file(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Mixtral"])
+    write_gguf(folder, path, GGMLQuantizationType.Q4_1)
+    its = resolve_model(str(path))
+    parts = list(stored_parts(its, load_config(its)))
+
+    experts = [part for part in parts if ".experts." in part.canonical]
+    assert {part.type for part in experts} == {"GGUF's Q4_1"}
+    assert sum(part.num_bytes for part in experts) * 8 == 5 * sum(part.num_weights for part in experts)
+    assert {part.type for part in parts if part.canonical.endswith("norm.weight")} == {"GGUF's F32"}
 
 
 def test_an_engine_gives_the_tokens_of_the_checkpoint(tmp_path: Path) -> None:

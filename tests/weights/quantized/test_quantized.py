@@ -19,6 +19,8 @@ from torch import Tensor
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.errors import InvalidCheckpointError, InvalidConfigError, UnsupportedModelError, WeightsError
 from gptserve.weights.families import load_config
+from gptserve.weights.inventory import stored_parts
+from gptserve.weights.quantized.stored_type import PLAIN
 from gptserve.weights.sharding import WHOLE, Share
 from tests.parity.models import write_model
 from tests.weights.quantized import packers
@@ -208,6 +210,22 @@ def test_a_quantized_model_takes_fewer_bytes_of_the_files(written: Callable[...,
     folder, plain = written("packed")
     sizes = [Checkpoint(its, load_config(its)).num_bytes for its in (folder, plain)]
     assert sizes[0] < sizes[1] / 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_inventory_counts_all_bytes_of_the_files_by_their_types(
+    name: str, written: Callable[..., tuple[Path, Path]]
+) -> None:
+    folder, _ = written(name)
+    config = load_config(folder)
+    parts = list(stored_parts(folder, config))
+    used, downs = Checkpoint(folder, config), [part for part in parts if part.canonical.endswith("ffn_down.weight")]
+
+    assert sum(part.num_bytes for part in parts) == used.num_bytes
+    assert {part.type for part in parts} - {"F32"} == {stored.name for stored in used.stored_types} - {PLAIN.name}
+    assert {(part.number, part.num_parts) for part in parts if "qkv" in part.canonical} == {(0, 3), (1, 3), (2, 3)}
+    assert {part.num_weights for part in downs} == {64 * 96}
+    assert all(part.num_bytes < 2 * part.num_weights for part in downs)
 
 
 @pytest.mark.parametrize(
