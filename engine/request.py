@@ -7,7 +7,7 @@ frozen. There is no text. The server builds a Request; the engine answers with T
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
@@ -146,6 +146,11 @@ class SamplingParams:
         """Of how many tokens none is an end of text."""
         return self.max_tokens if self.ignore_eos else self.min_tokens
 
+    def stops_at(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
+        """Whether a token ends the completion whose newest token it is."""
+        is_eos = token_id in eos_token_ids and (not self.ignore_eos or self.grammar is not None)
+        return is_eos or token_id in self.stop_token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -157,7 +162,7 @@ class Request:
     - is_filler: it waits behind all that are none, and gives up its slot and blocks to them.
     - cache_salt: only requests with the same salt share blocks of the prefix cache.
     - generated_token_ids: the tokens that an engine generated before it died. Outputs continue after them, with the
-      same tokens as that engine would have given.
+      same tokens as that engine would have given. None of them ends the completion.
     - num_scored_tokens: how many entries of prompt_logprobs that engine sent.
     - blame: the part of this request in the deaths of such engines.
     """

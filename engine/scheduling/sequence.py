@@ -102,9 +102,7 @@ class SequenceState:
 
     def end_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
         """Return why the newest token ends it, None if it does not; STOP precedes LENGTH."""
-        token_id, params = self.token_ids[-1], self.sampling.params
-        is_eos = token_id in eos_token_ids and (not params.ignore_eos or params.grammar is not None)
-        if is_eos or token_id in params.stop_token_ids:
+        if self.sampling.params.stops_at(self.token_ids[-1], eos_token_ids):
             return FinishReason.STOP
         return None if len(self.token_ids) < self.max_len else FinishReason.LENGTH
 

@@ -22,7 +22,7 @@ from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, StreamEncoder, json_response
 from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
+from gptserve.server.completions.run import CompletionOutput, CompletionRun, begin_output, expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields, report
 from gptserve.server.text.output import Delta
@@ -42,35 +42,37 @@ class CompletionResponse(Response):
         self._plan = plan
         self._encoder = encoder
         self._started_at = started_at
-        self._run = CompletionRun(plan, service, started_at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
-            stream = self._service.submit(self._plan.requests, self._plan.identity.owner)
-            add = partial(self._run.add, stream=stream)
-            answer = AnswerSender(self._service, self._plan, self._run.output, add, stream, stream.abort)
+            begun = self._plan, self._service, self._started_at
+            run = await begin_output(self._service, self._plan, CompletionRun, *begun)
+            stream = self._service.submit(run.output.unfinished(), self._plan.identity.owner)
+            add = partial(run.add, stream=stream)
+            answer = AnswerSender(self._service, self._plan, run.output, add, stream, stream.abort)
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
                         encoder = self._encoder or encoder_of(self._plan)
-                        self._run.is_failed = not await answer.send_events(scope, receive, send, encoder)
+                        run.is_failed = not await answer.send_events(scope, receive, send, encoder)
                     else:
                         await answer.send_whole(scope, receive, send)
             except Exception as error:
-                self._run.is_failed = not isinstance(error, ClientDisconnect)
+                run.is_failed = not isinstance(error, ClientDisconnect)
                 raise
             finally:
                 stream.abort()
-                log_fields(scope).update(self._run.close())
-                self._service.limits.charge(self._plan.identity.owner, self._run.output.num_tokens)
+                log_fields(scope).update(run.close())
+                self._service.limits.charge(self._plan.identity.owner, run.output.num_tokens)
 
 
 def encoder_of(
     plan: CompletionPlan, event_id: Callable[[], str] | None = None, *, is_open: bool = False
 ) -> sse.EventEncoder:
-    """Return the encoder for the events of a plan's stream."""
+    """Return the encoder for the events of a plan's stream; `is_open` if its client has some of them."""
     head, num_choices = plan.head(of_chunk=True), len(plan.requests)
+    is_open = is_open or plan.num_given_tokens > 0
     return sse.EventEncoder(
         head, plan.shape, num_choices, include_usage=plan.includes_usage, event_id=event_id, is_open=is_open
     )
@@ -93,7 +95,7 @@ class AnswerSender:
     async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion in one piece."""
         self._tell_limit(scope)
-        collected: list[list[Delta]] = [[] for _ in self.plan.requests]
+        collected = self.output.begun()
         async with sse.Connection(receive, send, self.on_gone) as connection:
             async for outputs in self.source:
                 async for index, delta in self._added(outputs):

@@ -72,7 +72,7 @@ async def plan_chat(
         check_size(body, params, [prompt], service)
         identity = new_identity(shape, body, service, owner)
         planned = plan.make_plan(body, shape, model, [prompt], params, identity, reading=reading, dialect=model.dialect)
-        planned.requests[0].check(model.engine.info)
+        replace(planned.requests[0], generated_token_ids=()).check(model.engine.info)  # they may be all
     except InvalidRequestError as error:
         given = {
             "prompt": "messages",

@@ -13,6 +13,7 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.checks import check_request, check_size
+from gptserve.server.completions.continuation import continue_requests
 from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.identity import Identity, new_identity
 from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
@@ -60,6 +61,11 @@ class CompletionPlan:
     def counts_usage(self) -> bool:
         """Whether all events of a stream have the usage so far."""
         return self.includes_usage and bool(getattr(self.body.stream_options, "continuous_usage_stats", False))
+
+    @property
+    def num_given_tokens(self) -> int:
+        """How many tokens the client has of all choices."""
+        return sum(len(request.generated_token_ids) for request in self.requests)
 
     @property
     def answer_id(self) -> str:
@@ -166,6 +172,8 @@ def make_plan(
         for prompt_index, prompt_ids in enumerate(prompts)
         for choice_index in range(num_choices)
     )
+    info = model.engine.info
+    requests = continue_requests(body, requests, info, batch_invariant=identity.batch_invariant)
     stop = StopAutomaton([body.stop] if isinstance(body.stop, str) else body.stop or ())
     num_prompt_tokens = sum(map(len, prompts))
     return CompletionPlan(shape, model, identity, requests, num_prompt_tokens, stop, body, reading, dialect)

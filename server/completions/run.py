@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.engine.request import FinishReason, Request, TokenOutput
+from gptserve.server.completions.continuation import check_end, given_output
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.times import CompletionTimes
 from gptserve.server.core.errors import ServiceError
-from gptserve.server.text.output import TIMEOUT, ChoiceOutput, Delta
+from gptserve.server.text.output import TIMEOUT, ChoiceOutput, Delta, TokenScore
+
+Output = TypeVar("Output")
 
 
 class CompletionOutput:
@@ -52,6 +55,10 @@ class CompletionOutput:
         self._plan = plan
         self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
         self._num_cached = [0] * len(plan.requests)
+        self._begun: list[list[Delta]] = [[] for _ in plan.requests]
+        for index, request in enumerate(plan.requests):
+            if request.generated_token_ids:
+                self._add_given(index, request)
 
     @property
     def is_complete(self) -> bool:
@@ -62,6 +69,15 @@ class CompletionOutput:
     def num_tokens(self) -> int:
         """How many tokens have been generated."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    def begun(self) -> list[list[Delta]]:
+        """Return new lists of the deltas of each choice, to extend: only the ends of those of which all was given."""
+        return [list(deltas) for deltas in self._begun]
+
+    def unfinished(self) -> tuple[Request, ...]:
+        """Return the plan's requests for the choices that have not ended."""
+        pairs = zip(self._plan.requests, self.choices, strict=True)
+        return tuple(request for request, choice in pairs if choice.finish_reason is None)
 
     def add(self, output: TokenOutput) -> tuple[int, Delta] | None:
         """Add an output to its choice; return the choice's index and the delta, or None if the choice has ended.
@@ -94,14 +110,42 @@ class CompletionOutput:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def _add_given(self, index: int, request: Request) -> None:
+        """Add the tokens that the client has of a choice. Raises InvalidRequestError if they go on after its end."""
+        info, choice, reader = self._plan.model.engine.info, self.choices[index], self._readers[index]
+        delta = choice.add(given_output(request, info))
+        check_end(request, index, choice.num_tokens, info)
+        if reader is not None:
+            delta = reader.read(delta)
+        if delta.finish_reason is not None:
+            scores: list[TokenScore] | None = None if delta.logprobs is None else []
+            token_ids = None if delta.token_ids is None else ()
+            end = Delta("", scores, delta.finish_reason, delta.stop_reason, token_ids=token_ids)
+            self._begun[index].append(end)
+
 
 def render_outputs(plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]]) -> dict[str, object]:
     """Return the answer that these outputs make, in one piece."""
     output = CompletionOutput(plan)
-    collected: list[list[Delta]] = [[] for _ in plan.requests]
+    collected = output.begun()
     for index, delta in filter(None, map(output.add, chain.from_iterable(batches))):
         collected[index].append(delta)
     return plan.whole(collected, output.usage())
+
+
+GIVEN_AT_ONCE = 4096  # tokens that a choice takes in a few milliseconds
+
+
+async def begin_output(
+    service: Service, plan: CompletionPlan, begin: Callable[..., Output], *arguments: object
+) -> Output:
+    """Return what `begin` makes of the arguments, in a thread if it adds many tokens that a client has.
+
+    Raises InvalidRequestError if they go on after the end of a choice.
+    """
+    if plan.num_given_tokens > GIVEN_AT_ONCE:
+        return await service.in_thread(begin, *arguments)
+    return begin(*arguments)
 
 
 class CompletionRun:
@@ -135,7 +179,8 @@ class CompletionRun:
             for choice in self.output.choices
         ]
         for reason, request, choice in zip(reasons, self._plan.requests, self.output.choices, strict=True):
-            self._service.metrics.count_ended(reason, len(request.prompt_token_ids), choice.num_tokens)
+            num_computed = choice.num_tokens - len(request.generated_token_ids)
+            self._service.metrics.count_ended(reason, len(request.prompt_token_ids), num_computed)
         if (tracing := self._service.options.tracing) is not None:
             tracing.add_completion(self._plan, self.output.usage(), self._times, reasons)
         return {

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.run import CompletionRun, render_outputs
+from gptserve.server.completions.run import CompletionRun, begin_output, render_outputs
 from gptserve.server.completions.service import Service
 from gptserve.server.core.error_responses import error_body
 from gptserve.server.core.errors import ServiceError, shutting_down
@@ -223,8 +223,9 @@ class BackgroundJobs:
             self._index.check_room(request.owner)
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
-        stream = self._service.using(plan.model).submit(plan.requests, request.owner)
-        run = CompletionRun(plan, self._service, request.started_at)
+        begun = plan, self._service, request.started_at
+        run = await begin_output(self._service, plan, CompletionRun, *begun)
+        stream = self._service.using(plan.model).submit(run.output.unfinished(), request.owner)
         running = RunningJob(plan, run, deadline, stream)
         record = request.to_record(plan, deadline)
         job = BackgroundJob(replace(record, body="", prompts=()), plan.num_prompt_tokens, running=running)

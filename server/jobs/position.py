@@ -80,6 +80,9 @@ class LastEvent:
         limit = whole or Position(tuple(request.params.max_tokens for request in plan.requests))
         if not self.position.is_within(limit):
             raise self.error(f"may be at most {limit}, as the completion has no more tokens, got {shown}")
+        given = Position(tuple(len(request.generated_token_ids) for request in plan.requests))
+        if not given.is_within(self.position):
+            raise self.error(f"must be at least {given}, as the stream begins after generated_token_ids, got {shown}")
         if so_far is not None and not self.position.is_within(so_far):
             why = "as the completion has no more tokens so far and batch_invariant is false"
             raise self.error(f"may be at most {so_far}, {why}, got {shown}")

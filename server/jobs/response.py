@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gptserve.server.completions.answer import AnswerSender, encoder_of
 from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import begin_output
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.jobs.job import Reader
@@ -43,7 +44,8 @@ class BackgroundResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.plan.identity.completion_id
-        output = ResumedOutput(self.plan, self.after if self.stream else None)
+        begun = self.plan, self.after if self.stream else None
+        output = await begin_output(self.service, self.plan, ResumedOutput, *begun)
         source = self._outputs(output)
         answer = AnswerSender(self.service, self.plan, output, output.add, source, self.reader.close)
         if not self.stream:

@@ -52,7 +52,7 @@ class Replay:
     _num_scored: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._generated = {request.request_id: [] for request in self.plan.requests}
+        self._generated = {request.request_id: [*request.generated_token_ids] for request in self.plan.requests}
         self._num_scored = dict.fromkeys(self._generated, 0)
 
     def add(self, batches: Iterable[OutputBatch]) -> None:
@@ -70,8 +70,7 @@ class Replay:
                 generated_token_ids=tuple(self._generated[request.request_id]),
                 num_scored_tokens=self._num_scored[request.request_id],
             )
-            for request, choice in zip(self.plan.requests, self.output.choices, strict=True)
-            if choice.finish_reason is None
+            for request in self.output.unfinished()
         )
 
 

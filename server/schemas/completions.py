@@ -202,6 +202,8 @@ class GenerationRequest(GrammarFields, SharedFields):
     """what has not ended by then ends with the text so far"""
     background: bool | None = None
     """answer 202 at once and go on without the client"""
+    generated_token_ids: list[TokenIds] | None = Field(default=None, fail_fast=True)
+    """the tokens that the client has of each choice; the answer has what follows. Needs seed"""
 
     @property
     def thinking_limit(self) -> int | None:
