@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "length_before_stop",
         "engine/scheduling/sequence.py",
-        "if is_eos or token_id in params.stop_token_ids:",
-        "if (is_eos or token_id in params.stop_token_ids) and len(self.token_ids) < self.max_len:",
+        "if self.sampling.params.stops_at(self.token_ids[-1], eos_token_ids):",
+        "if len(self.token_ids) < self.max_len and self.sampling.params.stops_at(self.token_ids[-1], eos_token_ids):",
         ("tests/engine/scheduling/test_scheduler.py", "tests/engine/test_scheduler_machine.py"),
         "finish_reason is length where the last token that fits ends the text by itself",
     ),

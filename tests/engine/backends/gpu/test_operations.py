@@ -353,8 +353,8 @@ class Kernels(TritonOperations):
         experts = torch.arange(len(counts)).repeat_interleave(counts)
         rows = x[routing.pairs_P // (len(routing.pairs_P) // len(x))]
         out = torch.empty(len(rows), weight_ENI.shape[1], dtype=out_dtype or x.dtype)
-        assert bias_EN is not None
-        out[routing.pairs_P] = ((weight_ENI[experts] @ rows[:, :, None])[:, :, 0] + bias_EN[experts]).to(out.dtype)
+        product = (weight_ENI[experts] @ rows[:, :, None])[:, :, 0]
+        out[routing.pairs_P] = (product if bias_EN is None else product + bias_EN[experts]).to(out.dtype)
         return out
 
     def sum(self, parts_PN: Tensor, weights_TK: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
