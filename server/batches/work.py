@@ -6,10 +6,10 @@ are drawn from the batch and its number: whoever computes it again gets the same
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
 from gptserve.server.batches.lines import BatchLine, RawLine, line_digest, line_of, line_seed
@@ -67,10 +67,20 @@ def result_id(batch: Batch, n: int) -> str:
     return f"batch_req_{line_digest(batch.batch_id, n)}"
 
 
-async def compute_line(service: Service, batch: Batch, raw: RawLine, *, is_repeated: bool) -> str:
-    """Compute a line; return its result as JSON, also if it has failed. Raises EngineDiedError if no engine is left.
+def has_failed(result: Mapping[str, Mapping[str, object] | None]) -> bool:
+    """Whether a result is that of a line without an answer."""
+    response = result["response"]
+    return response is None or response["status_code"] != 200
 
-    is_repeated: a line before has the same custom_id.
+
+async def compute_line(
+    service: Service, batch: Batch, raw: RawLine, wait: Callable[[], Awaitable[object]], *, is_repeated: bool
+) -> tuple[str, bool]:
+    """Compute a line; return its result as JSON, and whether it has failed.
+
+    Raises EngineDiedError if no engine is left.
+    wait: returns when another line has ended, which leaves its places in the queue. is_repeated: a line before has the
+    same custom_id.
     """
     settings = service.options.settings
     custom_id: str | None = None
@@ -80,7 +90,7 @@ async def compute_line(service: Service, batch: Batch, raw: RawLine, *, is_repea
         line = line_of(raw, settings.max_body_bytes, ENDPOINTS, is_repeated=is_repeated)
         custom_id = line.custom_id
         try:
-            status, body = 200, await _compute(service, batch, raw, line)
+            status, body = 200, await _compute(service, batch, raw, line, wait)
         except EngineDiedError:
             raise
         except Exception as failure:
@@ -92,11 +102,18 @@ async def compute_line(service: Service, batch: Batch, raw: RawLine, *, is_repea
     except Exception as failure:  # no request could be read
         told = to_service_error(failure)
         error = {"code": told.code, "message": str(told), "line": raw.n}
-    result = {"id": result_id(batch, raw.n), "custom_id": custom_id, "response": response, "error": error}
-    return await service.in_thread(_ENCODER.encode, result)
+    result: dict[str, Any] = {
+        "id": result_id(batch, raw.n),
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return await service.in_thread(_ENCODER.encode, result), has_failed(result)
 
 
-async def _compute(service: Service, batch: Batch, raw: RawLine, line: BatchLine) -> dict[str, object]:
+async def _compute(
+    service: Service, batch: Batch, raw: RawLine, line: BatchLine, wait: Callable[[], Awaitable[object]]
+) -> dict[str, object]:
     """Return the answer to a line."""
     endpoint, started_at = ENDPOINTS[line.url], time.perf_counter()
     fields, _ = take_fields(line.body, endpoint.schema, strict=service.options.settings.strict_fields)
@@ -110,8 +127,8 @@ async def _compute(service: Service, batch: Batch, raw: RawLine, line: BatchLine
                 plan = _of_line(await endpoint.plan(body, planning, batch.owner), batch, raw.n)
             stream = service.using(plan.model).submit(plan.requests, batch.owner)
             break
-        except QueueFullError as error:
-            await asyncio.sleep(error.retry_after_s)
+        except QueueFullError:  # of the choices of other lines: one alone that does not fit is refused
+            await wait()
     run = CompletionRun(plan, service, started_at)
     run.is_failed = True
     collected: list[list[Delta]] = [[] for _ in plan.requests]

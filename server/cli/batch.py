@@ -128,6 +128,7 @@ class _Run:
         self._results = results
         self._num_failed = 0
         self._repeated: set[int] = set()
+        self._ended = asyncio.Event()
         # So many lines are in memory at once: the engine's slots are full, and no more are read.
         self._room = asyncio.Semaphore(service.model.engine.info.max_num_seqs)
 
@@ -165,6 +166,8 @@ class _Run:
 
         Raises CommandError.
         """
+        from gptserve.server.batches.work import has_failed
+
         done: dict[str, int | None] = {}
         end = 0
         self._results.seek(0)
@@ -177,7 +180,7 @@ class _Run:
                     result = json.loads(data)
                     body = (result["response"] or {}).get("body", {})
                     done[result["id"]] = body.get("created")
-                    self._num_failed += _has_failed(result)
+                    self._num_failed += has_failed(result)
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise CommandError("the output file holds something other than results; name a new file") from None
         self._results.truncate(end)
@@ -188,16 +191,20 @@ class _Run:
         from gptserve.server.batches.work import compute_line
 
         try:
-            text = await compute_line(self._service, self._batch, raw, is_repeated=raw.n in self._repeated)
+            is_repeated = raw.n in self._repeated
+            text, failed = await compute_line(
+                self._service, self._batch, raw, self._wait_for_an_end, is_repeated=is_repeated
+            )
             data = text.encode() + b"\n"
             if self._results.write(data) != len(data):  # the next run cuts it off
                 raise CommandError("the output file cannot grow: the disk is full")
         finally:
             self._room.release()
-        self._num_failed += _has_failed(json.loads(text))
+            self._ended.set()
+        self._num_failed += failed
         bar.update()
 
-
-def _has_failed(result: dict[str, dict[str, object] | None]) -> bool:
-    response = result["response"]
-    return response is None or response["status_code"] != 200
+    async def _wait_for_an_end(self) -> None:
+        """Return when a line has ended after this call."""
+        self._ended.clear()
+        await self._ended.wait()

@@ -77,3 +77,13 @@ def test_an_absent_input_makes_no_output(run: Any, tmp_path: Path) -> None:
     status, _, error = run("batch", "-i", str(tmp_path / "absent"), "-o", str(tmp_path / "out"))
     assert (status, "No such file" in error) == (1, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_lines_whose_choices_fill_the_queue_wait_for_one_another(run: Any, tmp_path: Path) -> None:
+    source, wide, narrow = write_input(tmp_path / "in.jsonl", 24), tmp_path / "wide.jsonl", tmp_path / "narrow.jsonl"
+    flags = ("-i", str(source), "storyteller")
+    said = "24 lines have their results, 6 of them failed\n"
+    assert run("batch", *flags, "-o", str(wide))[:2] == (0, said)
+    assert run("batch", *flags, "-o", str(narrow), "--max-num-seqs", "2", "--max-num-queued-reqs", "0")[:2] == (0, said)
+    assert results(narrow) == results(wide)
