@@ -73,6 +73,9 @@ class NoModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.empty(len(hidden), VOCAB_SIZE, device=DEVICE)
 
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden.to(torch.float32)
+
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         return self.hidden_states(*inputs[:-1]), self.logits(inputs[-1]) if len(inputs[-1]) else None
 

@@ -574,12 +574,12 @@ class SharesDrafts(Scheduler):
 class DraftsFirst(Scheduler):
     """Lets drafts take the budget before anybody is admitted."""
 
-    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget) -> None:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget, *, fillers: bool) -> None:
         num_before = sum(item.num_tokens for item in items)
         if self._drafter is not None:
             self._add_drafts(items, self._drafter, budget.tokens)
         budget.tokens -= sum(item.num_tokens for item in items) - num_before
-        super()._schedule_waiting(items, budget)
+        super()._schedule_waiting(items, budget, fillers=fillers)
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         if not any(item.draft for item in items):
