@@ -84,25 +84,25 @@ def background_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     router = APIRouter(tags=["background"])
     operators = service.options.settings.operators
 
-    def found(request: Request) -> BackgroundJob:
-        job = jobs.find(request.path_params["id"], owner_of(request))
+    async def found(request: Request) -> BackgroundJob:
+        job = await jobs.find(request.path_params["id"], owner_of(request))
         if job.record.kind == RESPONSE_SHAPE.object:
             raise not_found(job.completion_id)
         return job
 
     async def retrieve(request: Request) -> Response:
-        job = found(request)
+        job = await found(request)
         log_fields(request.scope)["completion_id"] = job.completion_id
         answer = await jobs.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
     async def cancel(request: Request) -> Response:
-        await jobs.cancel(found(request))
+        await jobs.cancel(await found(request))
         return await retrieve(request)
 
     async def events(request: Request) -> Response:
         after = last_event_seen(request)
-        job = found(request)
+        job = await found(request)
         return await _follow(service, jobs, job, after, stream=True)
 
     @router.get(
@@ -116,7 +116,7 @@ def background_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
         if status is not None and status not in _STATUSES:
             message = f"status must be one of {', '.join(_STATUSES)}, got {show(status)}"
             raise ServiceError("invalid_value", message, param="status")
-        listed = jobs.list_jobs(owner, is_operator=owner in operators)
+        listed = await jobs.list_jobs(owner, is_operator=owner in operators)
         chosen = [job for job in listed if status in (None, job.status)]
         return await service.in_thread(_list_response, chosen)  # which may be a thousand
 

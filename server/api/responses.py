@@ -195,7 +195,7 @@ class _Routes:
     async def retrieve(self, request: Request) -> Response:
         """Return a response, or its events."""
         stream, after = stream_asked(request)
-        job = self._found(request)
+        job = await self._found(request)
         plan = await self._kept.plan(job)
         check_include(request, has_logprobs=plan.asked.includes_logprobs)
         if not stream:
@@ -208,14 +208,14 @@ class _Routes:
 
     async def list_input(self, request: Request) -> Response:
         """Return a page of the items that a response was made of."""
-        page, job = page_asked(request), self._found(request)
+        page, job = page_asked(request), await self._found(request)
         check_include(request, has_logprobs=False)
         listed = list_items(job.completion_id, (await self._kept.plan(job)).asked, page)
         return await self._service.in_thread(json_response, listed)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a response."""
-        job = self._found(request)
+        job = await self._found(request)
         plan = await self._kept.plan(job)
         if job.has_ended and not plan.asked.background:
             message = (
@@ -227,13 +227,13 @@ class _Routes:
 
     async def delete(self, request: Request) -> Response:
         """Delete a response."""
-        job = self._found(request)
+        job = await self._found(request)
         await self._jobs.delete(job)
         return JSONResponse(DeletedResponse(id=job.completion_id).model_dump())
 
-    def _found(self, request: Request) -> BackgroundJob:
+    async def _found(self, request: Request) -> BackgroundJob:
         """Return the job that the path names. Raises ServiceError."""
-        return self._kept.find(request.path_params["id"], owner_of(request), "id")
+        return await self._kept.find(request.path_params["id"], owner_of(request), "id")
 
     async def _answer(self, job: BackgroundJob, plan: ResponsePlan, request: Request) -> Response:
         """Return the response so far."""

@@ -79,13 +79,13 @@ class BackgroundJobs:
         """Return the number of jobs by status."""
         return self._index.counts()
 
-    def list_jobs(self, owner: str | None, *, is_operator: bool) -> list[BackgroundJob]:
+    async def list_jobs(self, owner: str | None, *, is_operator: bool) -> list[BackgroundJob]:
         """Return the jobs of an owner, for an operator those of all, oldest first."""
         self.expire()
         jobs = (job for job in self._index if is_operator or job.record.owner == owner)
         return sorted(jobs, key=lambda job: job.record.created)
 
-    def find(self, completion_id: str, owner: str | None) -> BackgroundJob:
+    async def find(self, completion_id: str, owner: str | None) -> BackgroundJob:
         """Return a job of this owner by its id. Raises ServiceError."""
         job = self._index.find(completion_id)
         if job is None or job.record.owner != owner:
@@ -174,7 +174,7 @@ class BackgroundJobs:
         if job.running is not None:
             self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
         while job.running is not None:
-            await job.running.changed.wait()
+            await job.changed.wait()
 
     async def delete(self, job: BackgroundJob) -> None:
         """End a job and forget it; return when it is out of the journal, but for one that cannot be written."""
@@ -239,7 +239,7 @@ class BackgroundJobs:
                 # Its owner may have found it in the list meanwhile, and wait for it.
                 job.error = raised.fresh() if isinstance(raised, ServiceError) else shutting_down()
                 job.status, job.running = "failed", None
-                running.wake_readers()
+                job.wake_readers()
                 raise
             self._index.give_key(job)
             # Those that ended first make room, but only after admission: a refused request evicts nothing.

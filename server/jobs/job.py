@@ -38,8 +38,7 @@ OwnerAndKey = tuple[str | None, str]
 class RunningJob:
     """The part of a job that is in memory only while it runs. `stopped_by` is set when it is cancelled or suspended.
 
-    `batches` follow the first num_stored ones, which an earlier server left in the journal. `changed` is set when there
-    are more batches or the job has ended, and is a new event from then on.
+    `batches` follow the first num_stored ones, which an earlier server left in the journal.
     """
 
     plan: CompletionPlan
@@ -49,17 +48,11 @@ class RunningJob:
     num_stored: int = 0
     batches: list[OutputBatch] = field(default_factory=list)
     stopped_by: ServiceError | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def num_batches(self) -> int:
         """How many batches are in the journal."""
         return self.num_stored + len(self.batches)
-
-    def wake_readers(self) -> None:
-        """Tell all who wait that there are more outputs, that a reader was closed, or that the job has ended."""
-        self.changed.set()
-        self.changed = asyncio.Event()
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +61,7 @@ class BackgroundJob:
 
     record is without body and prompts; num_bytes is what the journal has of it. num_batches says what to read back,
     `whole` is the position of a reader of everything. is_unreadable: its tokens may stand for other text here.
+    `changed` is set when there are more batches or the job has ended, and is a new event from then on.
     """
 
     record: CompletionRecord
@@ -81,6 +75,7 @@ class BackgroundJob:
     num_tokens: int = 0
     whole: Position | None = None
     is_unreadable: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def completion_id(self) -> str:
@@ -96,6 +91,11 @@ class BackgroundJob:
     def owner_and_key(self) -> OwnerAndKey | None:
         """The owner with the idempotency key, if there is one."""
         return None if self.record.key is None else (self.record.owner, self.record.key)
+
+    def wake_readers(self) -> None:
+        """Tell all who wait that there are more outputs, that a reader was closed, or that the job has ended."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,7 @@ class Reader:
     def close(self) -> None:
         """End the iteration now."""
         self._is_closed = True
-        if self._job.running is not None:
-            self._job.running.wake_readers()
+        self._job.wake_readers()
 
     async def _read(self, position: int) -> list[OutputBatch]:
         """Wait for batches from `position` on and return some; none if the job has ended or the reader is closed."""
@@ -199,7 +198,7 @@ class Reader:
             if position < running.num_batches:
                 first = position - running.num_stored
                 return running.batches[first : first + READ_LIMIT]
-            await running.changed.wait()
+            await self._job.changed.wait()
         if self._is_closed or (running is None and position >= self._job.num_batches):
             return []
         read = await self._store.batches(self._job.completion_id, position, READ_LIMIT)

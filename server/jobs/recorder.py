@@ -162,7 +162,7 @@ class Recorder:
         running.batches.append(outputs)
         job.status = "in_progress"
         self._clear(running)
-        running.wake_readers()
+        job.wake_readers()
 
     async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
@@ -180,7 +180,7 @@ class Recorder:
             logger.log(level, "background completion %s: %s%s", job.completion_id, job.status, why, extra=fields)
         job.running = None
         self._room.set()
-        running.wake_readers()
+        job.wake_readers()
 
 
 def _num_blocks(running: RunningJob, block_size: int) -> int:

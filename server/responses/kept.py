@@ -30,9 +30,9 @@ class KeptResponses:
         self._service = service
         self._jobs = jobs
 
-    def find(self, response_id: str, owner: str | None, param: str) -> BackgroundJob:
+    async def find(self, response_id: str, owner: str | None, param: str) -> BackgroundJob:
         """Return the job of a response. Raises ServiceError."""
-        job = self._find(response_id, owner)
+        job = await self._find(response_id, owner)
         if job is None:
             raise ServiceError("completion_not_found", f"response {response_id!r} does not exist: {_GONE}", param=param)
         return job
@@ -63,7 +63,7 @@ class KeptResponses:
         """Return the items of a response, its input and output, and of those before it. Raises ServiceError."""
         if response_id is None:
             return []
-        job = self.find(response_id, planning.place.owner, "previous_response_id")
+        job = await self.find(response_id, planning.place.owner, "previous_response_id")
         if job.status != "completed":
             message = f"previous_response_id must be of a response that has ended well; {response_id!r} is {job.status}"
             raise ServiceError("invalid_value", message, param="previous_response_id")
@@ -96,7 +96,7 @@ class KeptResponses:
 
         Raises ServiceError.
         """
-        job = self._find(response_id, planning.place.owner)
+        job = await self._find(response_id, planning.place.owner)
         if job is None:
             return {}
         if not job.has_ended:
@@ -109,9 +109,9 @@ class KeptResponses:
         items: dict[str, Item | Json] = dict(zip(item_ids(response_id, told), told, strict=True))
         return items | {item["id"]: item for item in output}
 
-    def _find(self, response_id: str, owner: str | None) -> BackgroundJob | None:
+    async def _find(self, response_id: str, owner: str | None) -> BackgroundJob | None:
         with suppress(ServiceError):
-            job = self._jobs.find(response_id, owner)
+            job = await self._jobs.find(response_id, owner)
             if job.record.kind == RESPONSE_SHAPE.object:
                 return job
         return None

@@ -111,14 +111,14 @@ def run(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20))
 
 
-def find(server: Server, job: BackgroundJob) -> BackgroundJob:
+async def find(server: Server, job: BackgroundJob) -> BackgroundJob:
     """Find a job again, as its owner does, perhaps with a later server."""
-    return server.jobs.find(job.completion_id, job.record.owner)
+    return await server.jobs.find(job.completion_id, job.record.owner)
 
 
-def found(server: Server, job: BackgroundJob) -> bool:
+async def found(server: Server, job: BackgroundJob) -> bool:
     try:
-        find(server, job)
+        await find(server, job)
     except ServiceError as error:
         return {"completion_not_found": False}[error.code]
     return True

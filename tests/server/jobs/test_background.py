@@ -30,13 +30,13 @@ def test_a_result_lives_for_its_time_after_its_end(tmp_path: Path, durable: bool
         async with started(Server(tmp_path if durable else None, result_ttl_s=60.0)) as server:
             job = await server.begin("key", max_tokens=1)
             server.clock.now += 1000.0
-            assert found(server, job), "its time begins with its end"
+            assert await found(server, job), "its time begins with its end"
             await server.finish(job)
             server.clock.now += 59.9
-            assert found(server, job)
+            assert await found(server, job)
             assert await server.begin("key", max_tokens=1) is job
             server.clock.now += 0.2
-            assert not found(server, job)
+            assert not await found(server, job)
             server.jobs.expire()
             await server.jobs.settle()
             assert await server.store.batches(job.completion_id, 0, 1) == []
@@ -57,7 +57,7 @@ def test_a_result_whose_time_ended_while_the_server_was_down_is_gone(tmp_path: P
             await server.finish(late)
         clock.now += 31.0
         async with started(Server(tmp_path, clock=clock, result_ttl_s=60.0)) as server:
-            assert [found(server, job) for job in (early, late)] == [False, True]
+            assert [await found(server, job) for job in (early, late)] == [False, True]
 
     run(test())
 
@@ -71,9 +71,9 @@ def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -
                 server.engine.step()
                 await server.read(ending)
             fourth = await server.begin(max_tokens=100)
-            assert [found(server, job) for job in (endless, second, third, fourth)] == [True, True, False, True]
+            assert [await found(server, job) for job in (endless, second, third, fourth)] == [True, True, False, True]
             fifth = await server.begin(max_tokens=100)
-            assert [found(server, job) for job in (endless, second, fourth, fifth)] == [True, False, True, True]
+            assert [await found(server, job) for job in (endless, second, fourth, fifth)] == [True, False, True, True]
             with pytest.raises(ServiceError) as refused:
                 await server.begin()
             assert (status_of(refused.value), refused.value.code) == (429, "too_many_kept")
@@ -118,7 +118,7 @@ def test_whoever_waits_for_a_completion_that_cannot_be_journaled_hears_of_it(mon
             monkeypatch.setattr(SqliteJobStore, "add", add_late)
             beginning = asyncio.create_task(server.begin())
             await reached.wait()
-            [listed] = server.jobs.list_jobs(None, is_operator=False)
+            [listed] = await server.jobs.list_jobs(None, is_operator=False)
             waiting = [asyncio.create_task(wait) for wait in (server.read(listed), server.jobs.cancel(listed))]
             await asyncio.sleep(0)
             hold.set()
@@ -152,7 +152,7 @@ def test_what_is_refused_in_one_request_alone_is_not_in_another_of_its_key() -> 
             hold.set()
             with pytest.raises(ServiceError, match="its event id"):
                 await refused
-            assert found(server, await other)
+            assert await found(server, await other)
 
     run(test())
 
@@ -166,7 +166,7 @@ def test_a_lower_limit_holds_from_the_start_on(tmp_path: Path) -> None:
                 jobs.append(await first.begin(max_tokens=1))
                 await first.finish(jobs[-1])
         async with started(Server(tmp_path, clock=first.clock, max_results=2)) as second:
-            assert [found(second, job) for job in jobs] == [False, True, True]
+            assert [await found(second, job) for job in jobs] == [False, True, True]
             await second.jobs.settle()
             assert len(await second.store.load()) == 2
 
@@ -189,8 +189,8 @@ def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path
             assert (result["status"], result["error"], await first.text(job)) == ("in_progress", None, "a")
             assert first.lifecycle.num_active == 0
         async with started(Server(tmp_path)) as second:
-            await second.finish(find(second, job))
-            assert (await second.text(find(second, job)))[:3] == "abc"
+            await second.finish(await find(second, job))
+            assert (await second.text(await find(second, job)))[:3] == "abc"
 
     run(test())
 
@@ -217,7 +217,7 @@ def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
             connection.execute("UPDATE batches SET outputs = replace(outputs, '97', '98')")
         async with started(Server(tmp_path)) as second:
             with pytest.raises(JobStoreError, match="it is damaged"):
-                await second.jobs.result(find(second, job))
+                await second.jobs.result(await find(second, job))
 
     run(test())
 
@@ -250,7 +250,7 @@ def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: P
             connection.execute("DELETE FROM batches WHERE n = ?", (job.num_batches - 1,))
         async with started(Server(tmp_path)) as second:
             with pytest.raises(JobStoreError, match="lacks the end"):
-                await second.jobs.result(find(second, job))
+                await second.jobs.result(await find(second, job))
 
     run(test())
 
@@ -286,7 +286,7 @@ def test_jobs_need_nothing_of_sqlite() -> None:
             assert sum(len(output.token_ids) for output in await server.read(job)) == 3
             assert (await server.jobs.result(job))["status"] == "completed"
             await server.jobs.delete(job)
-            assert not found(server, job)
+            assert not await found(server, job)
             assert await server.store.load() == []
 
     run(test())

@@ -42,7 +42,7 @@ def test_results_go_when_their_time_is_over_though_nobody_asks(monkeypatch: pyte
             server.clock.now += 61.0
             await forgotten.wait()
             assert await server.store.batches(over.completion_id, 0, 1) == []
-            assert (found(server, over), found(server, job)) == (False, True)
+            assert (await found(server, over), await found(server, job)) == (False, True)
 
     monkeypatch.setattr(SqliteJobStore, "forget", forget_and_tell)
     run(test())
@@ -56,9 +56,9 @@ def test_a_clock_that_was_ahead_once_keeps_no_result_longer(tmp_path: Path) -> N
             ahead = await ended(server)
             clock.now -= 86_400.0
             later = await ended(server)
-            assert found(server, ahead), "its time begins again when it is seen"
+            assert await found(server, ahead), "its time begins again when it is seen"
             clock.now += 61.0
-            assert [found(server, job) for job in (ahead, later)] == [False, False]
+            assert [await found(server, job) for job in (ahead, later)] == [False, False]
         clock.now -= 61.0
         async with started(Server(tmp_path, clock=clock, result_ttl_s=60.0)) as server:
             server.jobs.expire()
@@ -75,11 +75,13 @@ def test_results_that_ended_first_make_room_for_bytes_and_what_runs_never_does(t
             size = (await ended(server)).num_bytes
         async with started(Server(tmp_path / "other", max_results_bytes=int(2.5 * size))) as server:
             first, second = await ended(server), await ended(server)
-            assert [found(server, job) for job in (first, second)] == [True, True]
+            assert [await found(server, job) for job in (first, second)] == [True, True]
             third = await ended(server)
-            assert [found(server, job) for job in (first, second, third)] == [False, True, True]
+            assert [await found(server, job) for job in (first, second, third)] == [False, True, True]
             running = await server.begin(prompt=[97] * 40, max_tokens=100)
-            assert [found(server, job) for job in (second, third)] == [False, True], "it is larger than the others"
+            assert [await found(server, job) for job in (second, third)] == [False, True], (
+                "it is larger than the others"
+            )
             while running.num_bytes < 2.5 * size:
                 await server.advance(running, 10)
             refusal = "bytes of your running completions are kept, and the limit for all owners is"
@@ -87,9 +89,11 @@ def test_results_that_ended_first_make_room_for_bytes_and_what_runs_never_does(t
                 await server.begin()
             assert (status_of(refused.value), refused.value.code) == (429, "too_many_kept")
             await server.finish(running)
-            assert [found(server, job) for job in (third, running)] == [False, True], "who has just ended is spared"
-            assert found(server, await ended(server))
-            assert not found(server, running)
+            assert [await found(server, job) for job in (third, running)] == [False, True], (
+                "who has just ended is spared"
+            )
+            assert await found(server, await ended(server))
+            assert not await found(server, running)
 
     run(test())
 
@@ -101,7 +105,7 @@ def test_what_is_kept_counts_the_same_after_a_restart(tmp_path: Path) -> None:
             await first.advance(job, 5)
             await first.jobs.settle()
         async with started(Server(tmp_path)) as second:
-            [again] = second.jobs.list_jobs(None, is_operator=False)
+            [again] = await second.jobs.list_jobs(None, is_operator=False)
             assert (again.num_tokens, again.num_prompt_tokens) == (5, 1)
             assert 0 <= job.num_bytes - again.num_bytes < 50
 
@@ -123,15 +127,15 @@ def test_owners_leave_each_other_their_share_of_the_limit() -> None:
                 of_b.append(await server.begin(owner="b", max_tokens=1))
             server.engine.step()
             await server.read(of_b[-1])
-            assert [found(server, job) for job in of_b] == [False, True, True], "it has its half, and no more"
+            assert [await found(server, job) for job in of_b] == [False, True, True], "it has its half, and no more"
             running = [await server.begin(owner="b", max_tokens=100) for _ in range(2)]
             with pytest.raises(ServiceError, match="2 of your background") as refused:
                 await server.begin(owner="b")
             for job in greedy:
                 await server.finish(job)
-            assert sum(found(server, job) for job in greedy) == 2
-            assert all(found(server, job) for job in running)
-            assert [found(server, job) for job in of_b] == [False, False, False]
+            assert sum([await found(server, job) for job in greedy]) == 2
+            assert all([await found(server, job) for job in running])
+            assert [await found(server, job) for job in of_b] == [False, False, False]
 
     run(test())
 

@@ -68,7 +68,7 @@ def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
             reader = aiter(server.jobs.reader(job))
             assert len(await anext(reader)) == READ_LIMIT
             server.clock.now += 61.0
-            assert not found(server, job)
+            assert not await found(server, job)
             server.jobs.expire()
             await server.jobs.settle()
             with pytest.raises(ServiceError) as raised:

@@ -66,7 +66,7 @@ def test_what_does_not_fit_into_the_queue_at_a_restart_waits_for_room(tmp_path: 
         second = Server(tmp_path)
         second.engine.max_requests, second.engine.retry_after_s = 2, 3600
         async with started(second):
-            jobs = [second.jobs.find(completion_id, None) for completion_id in ids]
+            jobs = [await second.jobs.find(completion_id, None) for completion_id in ids]
             for job in jobs:
                 assert job.running is not None
             while any(job.running is not None for job in jobs):
@@ -85,7 +85,7 @@ def test_what_can_never_fit_into_the_queue_fails_and_holds_nobody_back(tmp_path:
         info = replace(INFO, max_num_seqs=1, max_num_queued_reqs=1)
         async with started(Server(tmp_path, engine=FakeEngineClient(info=info))) as second:
             await second.jobs.settle()
-            ended = [find(second, job) for job in (large, small)]
+            ended = [await find(second, job) for job in (large, small)]
             assert [job.status for job in ended] == ["failed", "completed"]
             assert ended[0].error is not None
             assert ended[0].error.code == "queue_full"
@@ -100,7 +100,7 @@ def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
         second = Server(tmp_path)
         second.engine.max_requests = 0
         async with started(second):
-            job = second.jobs.find(completion_id, None)
+            job = await second.jobs.find(completion_id, None)
             await second.jobs.cancel(job)
             assert (job.status, second.engine.submitted) == ("cancelled", [])
             with pytest.raises(ServiceError, match="was cancelled"):
@@ -121,7 +121,7 @@ def test_a_deadline_passes_while_the_server_is_down(tmp_path: Path, has_room: bo
         second = Server(tmp_path, clock=clock)
         second.engine.max_requests = 10 if has_room else 0
         async with started(second):
-            again = find(second, job)
+            again = await find(second, job)
             outputs = await second.read(again)
             assert [output.token_ids for output in outputs] == [(97,), ()]
             assert outputs[-1].finish_reason is FinishReason.TIMEOUT

@@ -38,7 +38,7 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
             await anext(follower)
 
         async with started(Server(tmp_path)) as second:
-            again = find(second, job)
+            again = await find(second, job)
             expected = [replace(request, generated_token_ids=tuple(b"ab")) for request in begun]
             assert await second.submitted() == expected
             assert await second.begin("key", **body) is again
@@ -47,7 +47,7 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
             assert [choice["text"] for choice in result["choices"]] == ["ab"] * 4
             assert result["usage"]["completion_tokens"] == 4 * 5
         async with started(Server(tmp_path)) as third:
-            assert await third.jobs.result(find(third, job)) == result
+            assert await third.jobs.result(await find(third, job)) == result
             assert third.engine.submitted == []
 
     run(test())
@@ -77,7 +77,7 @@ def test_a_restart_within_a_prompt_goes_on_with_the_next_of_its_scores(tmp_path:
         async with started(Server(tmp_path)) as server:
             [request] = await server.submitted()
             assert request.num_scored_tokens == 2 * MAX_SCORES_PER_OUTPUT
-            resumed = find(server, begun)
+            resumed = await find(server, begun)
             await server.finish(resumed)
             undisturbed = await server.begin(**fields)
             await server.finish(undisturbed)
@@ -102,7 +102,7 @@ def test_a_restart_with_the_last_output_already_there_only_ends_it(
                 await first.finish(job)
             assert (job.status, job.error and job.error.code) == ("failed", "journal_failed")
         async with started(Server(tmp_path)) as second:
-            again = find(second, job)
+            again = await find(second, job)
             await second.jobs.settle()
             assert (again.status, await second.text(again), second.engine.submitted) == ("completed", "ab", [])
 
@@ -132,19 +132,19 @@ def test_a_model_that_computes_otherwise_ends_what_was_under_way_and_reads_what_
         async with started(
             Server(tmp_path, engine=FakeEngineClient(info=replace(INFO, fingerprint="fake-2")))
         ) as second:
-            of_done, of_cut = [await second.jobs.result(find(second, job)) for job in (done, cut)]
+            of_done, of_cut = [await second.jobs.result(await find(second, job)) for job in (done, cut)]
             assert (of_cut["status"], of_cut["error"], of_cut["system_fingerprint"]) == (
                 "failed",
                 MODEL_CHANGED,
                 "fake-1",
             )
-            assert find(second, cut).num_tokens == 2
+            assert (await find(second, cut)).num_tokens == 2
             again = await second.begin("a", max_tokens=2)
             if same_tokenizer:
                 assert of_done == whole
                 assert again.completion_id == done.completion_id
-                assert await second.read(again) == await second.read(find(second, done))
-                assert (await second.text(find(second, cut)))[:2] == "ab"
+                assert await second.read(again) == await second.read(await find(second, done))
+                assert (await second.text(await find(second, cut)))[:2] == "ab"
                 assert second.engine.submitted == []
             else:
                 assert (of_done["status"], of_done["choices"], of_done["error"]) == ("failed", [], MODEL_CHANGED)
@@ -161,9 +161,9 @@ def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path
             unknown = replace(record, completion_id="cmpl-1", fingerprint="newer", body='{"prompt":"x","newer":1}')
             await first.store.add(unknown)
         async with started(Server(tmp_path)) as second:
-            assert second.jobs.find("cmpl-1", None).status == "failed"
+            assert (await second.jobs.find("cmpl-1", None)).status == "failed"
             with pytest.raises(ServiceError) as raised:
-                await second.jobs.result(second.jobs.find("cmpl-1", None))
+                await second.jobs.result(await second.jobs.find("cmpl-1", None))
             assert raised.value.code == "model_changed"
 
     run(test())
@@ -196,16 +196,16 @@ def test_a_completion_at_which_servers_end_is_tried_alone_and_then_fails_and_the
         for _ in range(SUSPECT_AFTER + 1, MAX_ATTEMPTS):
             assert await die_when_submitted(Server(tmp_path), 1) == [tried], "it is tried alone"
         async with started(Server(tmp_path)) as last:
-            failed = find(last, guilty)
+            failed = await find(last, guilty)
             assert failed.error is not None
             assert (failed.status, failed.error.code) == ("failed", "generation_failed")
             assert str(failed.error) == (
                 "4 servers in a row ended while they computed this completion, without a token of it"
             )
-            await last.finish(find(last, innocent))
+            await last.finish(await find(last, innocent))
             assert [request.prompt_token_ids for request in last.engine.submitted] == [tuple(jobs)]
         async with started(Server(tmp_path)) as after:
-            assert (find(after, guilty).status, after.engine.submitted) == ("failed", [])
+            assert ((await find(after, guilty)).status, after.engine.submitted) == ("failed", [])
 
     run(test())
 
@@ -218,7 +218,7 @@ def test_a_suspect_that_makes_a_token_is_cleared_and_lets_the_others_go_on(tmp_p
             await die_when_submitted(Server(tmp_path), 2)
         async with started(Server(tmp_path)) as second:
             [tried] = [request.prompt_token_ids[0] for request in await second.submitted()]
-            await second.advance(find(second, jobs[tried]), 1)
+            await second.advance(await find(second, jobs[tried]), 1)
             await asyncio.to_thread(second.engine.wait_for, lambda: len(second.engine.submitted) == 2)
         async with started(Server(tmp_path)) as third:
             [request, *_] = await third.submitted()
@@ -237,11 +237,11 @@ def test_one_that_only_waited_while_servers_ended_is_not_blamed(tmp_path: Path) 
             async with started(Server(tmp_path)) as server:
                 begun = {request.prompt_token_ids[0] for request in await _all_submitted(server, 8)}
                 assert len(begun) == 2, "negative control: their servers end as often"
-                await server.advance(find(server, jobs[min(begun)]), 1)
+                await server.advance(await find(server, jobs[min(begun)]), 1)
         [waiting] = {*jobs} - begun
         async with started(Server(tmp_path)) as server:
             assert waiting not in {request.prompt_token_ids[0] for request in await _all_submitted(server, 8)}
-            await server.finish(last := find(server, jobs[waiting]))
+            await server.finish(last := await find(server, jobs[waiting]))
             assert last.status == "completed"
 
     run(test())
@@ -261,11 +261,11 @@ def test_one_that_only_waited_for_blocks_while_servers_ended_is_not_blamed(tmp_p
             async with started(server()) as next_one:
                 begun = {request.prompt_token_ids[0] for request in await _all_submitted(next_one, 2)}
                 assert len(begun) == 2, "negative control: their servers end as often"
-                await next_one.advance(find(next_one, jobs[min(begun)]), 1)
+                await next_one.advance(await find(next_one, jobs[min(begun)]), 1)
         [waiting] = {*jobs} - begun
         async with started(server()) as last:
             assert waiting not in {request.prompt_token_ids[0] for request in await _all_submitted(last, 2)}
-            await last.finish(job := find(last, jobs[waiting]))
+            await last.finish(job := await find(last, jobs[waiting]))
             assert job.status == "completed"
 
     run(test())
@@ -284,7 +284,7 @@ def test_the_seats_of_choices_that_stop_early_are_taken_at_once(tmp_path: Path) 
         async with started(Server(tmp_path, engine=FakeEngineClient(reply, auto=False))) as second:
             begun = (await _all_submitted(second, 8))[0].prompt_token_ids[0]
             assert len(second.engine.submitted) == 8, "negative control: the other waits"
-            await second.advance(find(second, jobs[begun]), 1)
+            await second.advance(await find(second, jobs[begun]), 1)
             assert len(await _all_submitted(second, 16)) == 16
 
     run(test())
@@ -300,8 +300,8 @@ def test_a_server_that_ends_in_order_blames_nobody(tmp_path: Path) -> None:
                 await server.jobs.suspend()
         async with started(Server(tmp_path)) as server:
             assert job is not None
-            await server.finish(find(server, job))
-            assert find(server, job).status == "completed"
+            await server.finish(await find(server, job))
+            assert (await find(server, job)).status == "completed"
 
     run(test())
 
@@ -323,7 +323,7 @@ def test_what_an_earlier_server_made_is_read_page_by_page_and_not_held(
         monkeypatch.setattr(SqliteJobStore, "batches", spy)
         async with started(Server(tmp_path)) as second:
             assert pages == [(first, READ_LIMIT) for first in (0, 64, 128)]
-            again = find(second, job)
+            again = await find(second, job)
             await second.submitted()
             assert again.running is not None
             assert (again.running.num_stored, again.running.batches) == (150, [])
