@@ -22,6 +22,7 @@ import gptserve
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.embeddings import embeddings_router, other_tasks_router
+from gptserve.server.api.files import files_router
 from gptserve.server.api.messages import messages_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
@@ -40,6 +41,8 @@ from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.limits import KeyLimits
 from gptserve.server.core.metrics import Metrics
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.files.files import FileLimits, Files
+from gptserve.server.files.store import FileStore
 from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.http.hosts import HostGuard
@@ -57,10 +60,10 @@ logger = logging.getLogger(__name__)
 MAX_PATH = 200  # characters of a path in a message
 
 
-def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> FastAPI:
-    """Return the application; the engines may start later. `app.state` has the lifecycle, the jobs and the metrics.
+def create_app(models: ModelRegistry, options: AppOptions, store: JobStore, file_store: FileStore) -> FastAPI:
+    """Return the application; the engines may start later. `app.state` has the lifecycle, what is kept and the metrics.
 
-    Background completions are kept in `store`. Raises KeyFileError.
+    Background completions are kept in `store`, files in `file_store`. Raises KeyFileError.
     """
     metrics = Metrics(models.default.engine, models.default.name)
     settings = options.settings
@@ -70,7 +73,8 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> F
         settings.max_tokens_per_minute_per_key,
         lambda: max(1, metrics.max_connections // 2) if _has_several_owners(keys) else None,
     )
-    planning = Planning(partial(_has_several_owners, keys), settings.engine.max_queue_time_s)
+    has_several_owners = partial(_has_several_owners, keys)
+    planning = Planning(has_several_owners, settings.engine.max_queue_time_s)
     metrics.watch_planning(lambda: planning.num_requests)
     service = Service(models, options, Lifecycle(), metrics, limits, planning=planning)
     restore: dict[str, Restore] = {
@@ -83,6 +87,8 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> F
     metrics.watch_background(jobs.counts)
     metrics.watch_journal(store.num_bytes)
     store.on_write = metrics.journal_write_time.observe
+    files = Files(file_store, FileLimits(settings.max_file_bytes, settings.max_files_bytes, has_several_owners))
+    metrics.watch_files(lambda: (files.num_files, files.num_bytes))
     if keys is not None:
         for name in keys.positions.keys() & set(settings.operators) - keys.owners:
             logger.warning("--operator %s names no key any more: that key is now %s", name, keys.positions[name])
@@ -105,8 +111,9 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> F
     )
     app.state.lifecycle = service.lifecycle
     app.state.jobs = jobs
+    app.state.files = files
     app.state.metrics = metrics
-    routers = _task_routers(service, jobs)
+    routers = [*_task_routers(service, jobs), files_router(service, files)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
     if settings.playground and settings.engine.task == "generate":
         routers.append(playground_router(service))

@@ -32,6 +32,8 @@ from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.logs import load_logging_engine
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.files.folder import FolderFileStore
+from gptserve.server.files.store import FileStore, FileStoreError
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore, JobStoreError
 from gptserve.weights.generation import load_sampling_defaults
@@ -99,6 +101,8 @@ class ServingProcess:
         self._out_of_time = asyncio.Event()
         self.hangs = False
         self._store: JobStore = SqliteJobStore(settings.state_dir, settings.state_sync)
+        state_dir = settings.state_dir
+        self._file_store: FileStore = FolderFileStore(None if state_dir is None else state_dir / "files")
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._model: Model | None = None
@@ -128,6 +132,7 @@ class ServingProcess:
             if self._model is not None:
                 self._model.close()
             await self._finish(self._store.close(), "the journal")
+            await self._finish(self._file_store.close(), "the files")
             if self._tracing is not None:
                 await self._finish(asyncio.to_thread(self._tracing.close), "the traces")
             await self._finish(loop.shutdown_default_executor(), "a thread")
@@ -146,8 +151,9 @@ class ServingProcess:
             opening = opening or asyncio.create_task(self._start_listening())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
             loading_app, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
+            await app.state.files.start()
             await app.state.jobs.start()
-        except JobStoreError as error:
+        except (JobStoreError, FileStoreError) as error:
             raise StartError(f"state-dir: {error}") from error
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
@@ -258,7 +264,9 @@ class ServingProcess:
                 self._tracing = Tracing(settings.otlp_traces_endpoint)
             except ValueError as error:  # of the library's own variables
                 raise StartError(f"otlp-traces-endpoint: {error}") from error
-        app = create_app(ModelRegistry(model), AppOptions(settings, tracing=self._tracing), self._store)
+        app = create_app(
+            ModelRegistry(model), AppOptions(settings, tracing=self._tracing), self._store, self._file_store
+        )
         return app, partial(log_banner, model, settings)
 
     async def _serve(self, jobs: BackgroundJobs, lifecycle: Lifecycle) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gptserve.server.core.settings import parse_size
+from gptserve.server.core.sizes import parse_size
 
 Parsed = TypeVar("Parsed")
 

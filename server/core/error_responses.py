@@ -37,10 +37,10 @@ _NO_FIELDS = frozenset(
 _CODES = {
     401: "invalid_api_key",
     403: "host_not_allowed",
-    404: "not_found model_not_found completion_not_found",
+    404: "not_found model_not_found completion_not_found file_not_found batch_not_found",
     405: "method_not_allowed",
     408: "request_timeout",
-    409: "idempotency_key_reused cancelled",
+    409: "idempotency_key_reused cancelled file_in_use",
     413: "body_too_large",
     415: "unsupported_media_type",
     429: "queue_full too_many_kept rate_limit_exceeded",
@@ -52,7 +52,7 @@ _CODES = {
 # The rest of the body is not read, so the connection cannot carry another request.
 _CLOSING = ("request_timeout", "body_too_large", "too_many_bodies")
 # A retry cannot fix these, so they have x-should-retry: false; OpenAI's clients try every other 409 and 5xx again.
-_FINAL = ("idempotency_key_reused", "cancelled", "generation_failed", "model_changed", "not_implemented")
+_FINAL = ("idempotency_key_reused", "cancelled", "file_in_use", "generation_failed", "model_changed", "not_implemented")
 
 _MESSAGES_PATH = re.compile(r"/v1/messages(/|$)")
 # Anthropic's classes of errors by status, and the classes of all others. Their clients know 503 as overload, too.

@@ -64,6 +64,7 @@ class Metrics:
         self._connections: OpenConnections | None = None
         self._journal_bytes: Callable[[], int] = int
         self._num_planned: Callable[[], int] = int
+        self._files: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -120,6 +121,10 @@ class Metrics:
         """Show the size of the journal; `num_bytes` returns it."""
         self._journal_bytes = num_bytes
 
+    def watch_files(self, totals: Callable[[], tuple[int, int]]) -> None:
+        """Show how many files are kept, and their bytes; `totals` returns both."""
+        self._files = totals
+
     def watch_planning(self, num_requests: Callable[[], int]) -> None:
         """Count requests that are being planned as waiting, too."""
         self._num_planned = num_requests
@@ -142,11 +147,14 @@ class Metrics:
         """Yield the numbers that the engine, its client, the connections and the store count."""
         engine, stats, connections = self._engine, self._engine.stats, self._connections
         usage = stats.num_used_blocks / engine.info.num_blocks if engine.is_alive else 0.0
+        num_files, files_bytes = self._files()
         gauges: list[tuple[str, str, float]] = [
             ("num_requests_running", "Requests being computed", stats.num_running),
             ("num_requests_waiting", "Requests being planned or in the queue", self.num_waiting),
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all", usage),
             ("journal_bytes", "Size of the journal's files", self._journal_bytes()),
+            ("files", "Files kept", num_files),
+            ("files_bytes", "Size of the files kept, and of those that arrive", files_bytes),
         ]
         counters = _engine_counters(stats)
         if connections is not None:

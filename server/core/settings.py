@@ -21,6 +21,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.server.core.keys import KEY_RULE, is_key, read_key_file
 from gptserve.server.core.settings_help import ENGINE_HELP
+from gptserve.server.core.sizes import parse_size
 from gptserve.weights.chat.template import PLAIN_NAME
 
 GenerationConfig = Literal["auto", "none"]
@@ -39,6 +40,8 @@ _TRACES_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
 _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("port", lambda port: 0 <= port <= 65535, "in [0, 65535]"),
     ("max_body_bytes", lambda number: number >= 1, "at least 1"),
+    ("max_file_bytes", lambda number: number >= 1, "at least 1"),
+    ("max_files_bytes", lambda number: number >= 1, "at least 1"),
     ("max_connections", lambda number: number >= 1, "at least 1"),
     ("max_engine_restarts", lambda number: number >= 0, "at least 0"),
     ("max_results", lambda number: number >= 1, "at least 1"),
@@ -140,15 +143,17 @@ class ServerSettings:
     ssl_keyfile: Annotated[Path | None, "private key for TLS, in PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, in PEM"] = None
     max_body_bytes: Annotated[int, "maximum size of a request body; a larger one gets status 413"] = 2 * 2**20
+    max_file_bytes: Annotated[int, "maximum size of a file; a larger one gets status 413"] = 512 * 2**20
+    max_files_bytes: Annotated[int, "maximum size of all files to keep; more get status 429"] = 8 * 2**30
     # Three times the requests that are computed or queued by default.
     max_connections: Annotated[int, "maximum open connections, of which half may be idle; more get status 503"] = 1024
     # A mobile client that changes cells is without a network for less time.
     write_timeout_s: Annotated[float, "seconds after which to disconnect a client that does not read its answer"] = 30.0
     sse_keep_alive_interval_s: Annotated[float, "seconds between comments on a silent stream"] = 15.0
     shutdown_timeout_s: Annotated[float, "seconds to let running requests finish after SIGTERM"] = 30.0
-    state_dir: Annotated[Path | None, "folder to store background completions in, so that they survive a restart"] = (
-        None
-    )
+    state_dir: Annotated[
+        Path | None, "folder to store background completions, files and batches in, so that they survive a restart"
+    ] = None
     state_sync: Annotated[
         StateSync,
         "normal: a power failure may lose the last commits to state-dir; full: none, with an fsync for each commit",
@@ -330,15 +335,6 @@ def server_options() -> tuple[Option, ...]:
         hints = get_type_hints(owner, include_extras=True)
         options += [_option_of(f, hints[f.name]) for f in fields(owner) if f.default is not MISSING]
     return tuple(options)
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes such as 512MiB, 2GiB, 1.5GB or 4096. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is no size")
-    unit: int = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    return round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def _option_of(f: Field[Any], hint: Any) -> Option:

@@ -15,6 +15,8 @@ from gptserve.server.completions.model import Model, ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.files.folder import FolderFileStore
+from gptserve.server.files.store import FileStore
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore
 from gptserve.server.tools.dialect import dialect_of
@@ -40,8 +42,14 @@ def model_and_options(
 
 
 def make_app(
-    engine: EngineClient, tokenizer: Tokenizer, name: str = "m", store: JobStore | None = None, **options: Any
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    name: str = "m",
+    store: JobStore | None = None,
+    file_store: FileStore | None = None,
+    **options: Any,
 ) -> FastAPI:
     """Return an application around an engine, with options as `model_and_options` takes them."""
     model, app_options = model_and_options(engine, tokenizer, name, **options)
-    return create_app(ModelRegistry(model), app_options, store or SqliteJobStore(None))
+    stores = store or SqliteJobStore(None), file_store or FolderFileStore(None)
+    return create_app(ModelRegistry(model), app_options, *stores)

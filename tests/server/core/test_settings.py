@@ -13,10 +13,10 @@ from gptserve.server.cli.flags import add_flags
 from gptserve.server.core.settings import (
     ServerSettings,
     SettingsError,
-    parse_size,
     server_options,
 )
 from gptserve.server.core.settings_sources import client_url, injected_variables, load_settings
+from gptserve.server.core.sizes import parse_size
 from tests import configuration_page
 
 KEY_FILE = str(Path(__file__).parent / "api_keys.txt")
@@ -47,6 +47,8 @@ WRITTEN = {
     "ssl-keyfile": __file__,
     "ssl-certfile": __file__,
     "max-body-bytes": "1MiB",
+    "max-file-bytes": "1GiB",
+    "max-files-bytes": "2GiB",
     "sse-keep-alive-interval": "0.5",
     "shutdown-timeout": "0",
     "max-connections": "7",
@@ -401,6 +403,8 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (("--engine-load-timeout", "inf"), "engine-load-timeout must be over 0 seconds, got inf"),
         (("--engine-load-timeout", "0"), "engine-load-timeout must be over 0 seconds, got 0.0"),
         (("--max-body-bytes", "0"), "max-body-bytes must be at least 1, got 0"),
+        (("--max-file-bytes", "0"), "max-file-bytes must be at least 1, got 0"),
+        (("--max-files-bytes", "0"), "max-files-bytes must be at least 1, got 0"),
         (("--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1, got 0"),
         *(
             ((f"--{name}", "3", "--in-process"), f"{name} needs an engine in a process of its own, got in-process")

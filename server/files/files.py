@@ -1,0 +1,211 @@
+"""All files: each belongs to the owner of an API key, within limits of number and bytes, until it expires.
+
+Routes and batches call it; a `FileStore` keeps the bytes. A file that a batch reads is held: nobody deletes it and it
+does not expire meanwhile. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent, Purpose
+
+PIECE_BYTES = 2**18  # of a file, read or written at once
+EXPIRY_INTERVAL_S = 10.0  # how long after its time a file may take space
+KEPT_S = 30 * 24 * 3600  # without another expiry; OpenAI keeps the files of batches as long
+MAX_FILES = 10_000  # a page of the list has them all
+MAX_UPLOADS = 16  # at once; each has a descriptor and a buffer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """How large a file may be, and all together. Where there are several owners, none has more than half of all."""
+
+    max_file_bytes: int
+    max_files_bytes: int
+    has_several_owners: Callable[[], bool] = lambda: False
+
+    def share(self, limit: int) -> int:
+        """Return what one owner may have of a limit."""
+        return max(1, limit // 2) if self.has_several_owners() else limit
+
+
+class Upload:
+    """A file that arrives. Its bytes count for its owner from the first one on."""
+
+    def __init__(self, files: Files, owner: str | None, content: NewContent, file_id: str) -> None:
+        self._files, self._owner, self._content, self.file_id = files, owner, content, file_id
+        self.num_bytes = 0
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes. Raises ServiceError."""
+        self._files._check_room(self._owner, len(data), self.num_bytes)
+        self.num_bytes += len(data)
+        self._files._held_bytes[self._owner] += len(data)
+        await self._content.write(data)
+
+    async def keep(self, filename: str, purpose: Purpose, keep_s: int | None = None) -> FileRecord:
+        """Make the file, to expire after keep_s; return its record. Raises ServiceError."""
+        now = int(self._files._clock())
+        expires_at = now + (KEPT_S if keep_s is None else keep_s)
+        record = FileRecord(self.file_id, self._owner, filename, purpose, self.num_bytes, now, expires_at)
+        await self._content.keep(record)
+        self._files._add(record)
+        return record
+
+
+class Files:
+    """The files by their ids. Invariants: only its owner finds a file; one whose time is over is not found."""
+
+    def __init__(self, store: FileStore, limits: FileLimits, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._limits = limits
+        self._clock = clock
+        self._records: dict[str, FileRecord] = {}
+        self._num_readers = Counter[str]()
+        self._uploads = Counter[str | None]()
+        self._num_files = Counter[str | None]()
+        self._held_bytes = Counter[str | None]()
+        self._expiring: asyncio.Task[None] | None = None
+
+    @property
+    def num_files(self) -> int:
+        """How many there are."""
+        return len(self._records)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much they take, with those that arrive."""
+        return self._held_bytes.total()
+
+    async def start(self) -> None:
+        """Read what is kept. Raises FileStoreError."""
+        for record in await self._store.load():
+            self._add(record)
+            self._held_bytes[record.owner] += record.num_bytes
+        self._expiring = asyncio.create_task(self._expire_regularly())
+
+    async def close(self) -> None:
+        """Expire no more."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+            await asyncio.wait([self._expiring])
+
+    def find(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
+        """Return a file of this owner. Raises ServiceError, which names `param`."""
+        record = self._records.get(file_id)
+        if record is None or record.owner != owner or self._is_over(record):
+            raise ServiceError("file_not_found", f"file {file_id!r} does not exist", param=param)
+        return record
+
+    def list_files(self, owner: str | None, purpose: str | None) -> list[FileRecord]:
+        """Return the files of an owner with a purpose, None for all, oldest first."""
+        return [
+            record
+            for record in self._records.values()
+            if record.owner == owner and purpose in (None, record.purpose) and not self._is_over(record)
+        ]
+
+    @asynccontextmanager
+    async def upload(self, owner: str | None) -> AsyncIterator[Upload]:
+        """Yield a new file to write to; what is not kept within the block is deleted. Raises ServiceError."""
+        share, num = self._limits.share(MAX_UPLOADS), self._uploads
+        if num.total() >= MAX_UPLOADS or num[owner] >= share:
+            message = f"at most {MAX_UPLOADS} files may arrive at once, and of a key {share}; {num[owner]} of yours do"
+            raise ServiceError("rate_limit_exceeded", message, retry_after_s=1)
+        num[owner] += 1
+        try:
+            async with self.writing(owner, f"file-{uuid.uuid4().hex}") as upload:
+                yield upload
+        finally:
+            num[owner] -= 1
+
+    @asynccontextmanager
+    async def writing(self, owner: str | None, file_id: str) -> AsyncIterator[Upload]:
+        """Yield the same, with an id, for what the server itself writes."""
+        if self._num_files.total() >= MAX_FILES or self._num_files[owner] >= self._limits.share(MAX_FILES):
+            message = f"at most {MAX_FILES} files may be kept, {self._num_files[owner]} of yours are: delete some"
+            raise ServiceError("too_many_kept", message, retry_after_s=1)
+        upload = Upload(self, owner, await self._store.begin(file_id), file_id)
+        try:
+            yield upload
+        finally:
+            if file_id not in self._records:
+                self._held_bytes[owner] -= upload.num_bytes
+                try:
+                    await upload._content.discard()
+                except FileStoreError as error:  # the next start deletes it
+                    logger.warning("cannot delete a file that did not arrive whole: %s", error)
+
+    async def open(self, record: FileRecord) -> BinaryIO:
+        """Return the bytes of a file, as `FileStore.open` does."""
+        return await self._store.open(record.file_id)
+
+    def hold(self, file_id: str) -> None:
+        """Let a file be neither deleted nor expired until it is let go as often as it was held."""
+        self._num_readers[file_id] += 1
+
+    def let_go(self, file_id: str) -> None:
+        """Hold a file once less."""
+        self._num_readers[file_id] -= 1
+        if not self._num_readers[file_id]:
+            del self._num_readers[file_id]
+
+    def is_kept(self, file_id: str) -> bool:
+        """Whether there is such a file, whosever it is."""
+        return file_id in self._records
+
+    async def delete(self, record: FileRecord) -> None:
+        """Delete a file. Raises ServiceError if a batch needs it."""
+        if self._num_readers[record.file_id]:
+            message = f"file {record.file_id!r} is the input of a batch that has not ended: cancel the batch first"
+            raise ServiceError("file_in_use", message, param="id")
+        await self._store.forget(record.file_id)
+        if self._records.pop(record.file_id, None) is not None:
+            self._num_files[record.owner] -= 1
+            self._held_bytes[record.owner] -= record.num_bytes
+
+    async def expire(self) -> None:
+        """Delete the files whose time is over."""
+        for record in [record for record in self._records.values() if self._is_over(record)]:
+            try:
+                await self.delete(record)
+            except FileStoreError as error:
+                logger.warning("cannot delete the expired file %s: %s", record.file_id, error)
+
+    def _is_over(self, record: FileRecord) -> bool:
+        is_late = record.expires_at is not None and record.expires_at <= self._clock()
+        return is_late and not self._num_readers[record.file_id]
+
+    def _add(self, record: FileRecord) -> None:
+        self._records[record.file_id] = record
+        self._num_files[record.owner] += 1
+
+    def _check_room(self, owner: str | None, num_more: int, num_arrived: int) -> None:
+        """Raise ServiceError if so many bytes more are too many for a file, its owner or all."""
+        limits = self._limits
+        if num_arrived + num_more > limits.max_file_bytes:
+            raise ServiceError("body_too_large", f"a file may have at most {limits.max_file_bytes} bytes", param="file")
+        own, most = self._held_bytes[owner] + num_more, limits.share(limits.max_files_bytes)
+        if own > most or self._held_bytes.total() + num_more > limits.max_files_bytes:
+            message = (
+                f"all files may have at most {limits.max_files_bytes} bytes, and of a key {most}: delete some, as "
+                f"yours would have {own}"
+            )
+            raise ServiceError("too_many_kept", message, param="file", retry_after_s=1)
+
+    async def _expire_regularly(self) -> None:
+        while True:
+            await self.expire()
+            await asyncio.sleep(EXPIRY_INTERVAL_S)

@@ -1,0 +1,123 @@
+"""The store of files in a folder: the bytes of a file are one file, its record beside them is another.
+
+A file is there once its record is, which is renamed into its place after the bytes are on the disk. Knows no HTTP and
+no owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from gptserve.server.files.locked_folder import LockedFolder
+from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent
+
+Result = TypeVar("Result")
+
+_BYTES, _RECORD, _NEW = ".bytes", ".json", ".new"
+
+
+class FolderFileStore(FileStore):
+    """A folder, locked by this process; without one it is a temporary folder that ends with the process."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = LockedFolder(folder)
+        self._named = "the temporary folder" if folder is None else str(folder)
+
+    async def load(self) -> list[FileRecord]:
+        """Lock the folder and return the files in it; delete what was not kept."""
+        if self._folder.is_temporary:
+            return []  # made with the first file
+        return await self._run(_load)
+
+    async def begin(self, file_id: str) -> NewContent:
+        """Begin a file."""
+        path, file = await self._run(lambda folder: _begin(folder, file_id))
+        return _NewFile(self, path, file)
+
+    async def open(self, file_id: str) -> BinaryIO:
+        """Return the bytes of a file."""
+        return await self._run(lambda folder: (folder / f"{file_id}{_BYTES}").open("rb"))
+
+    async def forget(self, file_id: str) -> None:
+        """Delete the record first: bytes without one are deleted by the next start."""
+        await self._run(lambda folder: _delete(folder / f"{file_id}{_RECORD}", folder / f"{file_id}{_BYTES}"))
+
+    async def close(self) -> None:
+        """Unlock the folder, or delete it if it is temporary."""
+        await asyncio.to_thread(self._folder.close)
+
+    async def _run(self, call: Callable[[Path], Result]) -> Result:
+        """Run `call` with the folder, in a thread, once it is locked."""
+
+        def run() -> Result:
+            try:
+                return call(self._folder.lock())
+            except (OSError, ValueError) as error:
+                cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                raise FileStoreError(f"{self._named} cannot be used: {cause}") from error
+
+        return await asyncio.to_thread(run)
+
+
+class _NewFile(NewContent):
+    def __init__(self, store: FolderFileStore, path: Path, file: BinaryIO) -> None:
+        self._store, self._path, self._file = store, path, file
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes."""
+        await self._store._run(lambda _: self._file.write(data))
+
+    async def keep(self, record: FileRecord) -> None:
+        """Write the record."""
+        await self._store._run(lambda folder: _keep(folder, self._file, record))
+
+    async def discard(self) -> None:
+        """Delete the bytes, unless they were kept."""
+        if not self._file.closed:
+            self._file.close()
+            await self._store._run(lambda _: _delete(self._path))
+
+
+def _begin(folder: Path, file_id: str) -> tuple[Path, BinaryIO]:
+    path = folder / f"{file_id}{_BYTES}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    return path, open(descriptor, "wb", buffering=0)
+
+
+def _keep(folder: Path, file: BinaryIO, record: FileRecord) -> None:
+    os.fsync(file.fileno())
+    file.close()
+    new = folder / f"{record.file_id}{_NEW}"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as text:
+        json.dump(asdict(record), text)
+        text.flush()
+        os.fsync(text.fileno())
+    new.rename(folder / f"{record.file_id}{_RECORD}")
+
+
+def _load(folder: Path) -> list[FileRecord]:
+    """Return the files in a folder, oldest first; delete all that is of none. Raises OSError or ValueError."""
+    records = {}
+    for path in folder.glob(f"*{_RECORD}"):
+        try:
+            record = FileRecord(**json.loads(path.read_text(encoding="utf-8")))
+            held = (folder / f"{record.file_id}{_BYTES}").stat().st_size
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            raise ValueError(f"{path.name} is damaged: {error}") from error
+        if path.stem != record.file_id or held != record.num_bytes:
+            raise ValueError(f"{path.name} is damaged: it is not the record of the bytes beside it")
+        records[record.file_id] = record
+    for suffix in (_BYTES, _NEW):
+        _delete(*(path for path in folder.glob(f"*{suffix}") if suffix == _NEW or path.stem not in records))
+    return sorted(records.values(), key=lambda record: (record.created, record.file_id))
+
+
+def _delete(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

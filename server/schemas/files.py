@@ -1,0 +1,43 @@
+"""The shapes of the routes of files: a file, a list of files, the form of an upload."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gptserve.server.schemas.base import _Model
+
+
+class FileObject(_Model):
+    """A file without its bytes."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    """seconds since the epoch, as of all times"""
+    expires_at: int | None
+    """when it is deleted"""
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    """batch_output is of files that batches write"""
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+
+
+class FileList(_Model):
+    """A page of the files of a key."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    """null on an empty page"""
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(_Model):
+    """The answer to DELETE."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
