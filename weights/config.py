@@ -138,7 +138,7 @@ class ModelConfig:
     qkv_clip: float | None = None
     """Queries, keys and values are clamped to [-qkv_clip, qkv_clip]."""
     qk_norm: Literal["head", "projection"] | None = None
-    """An RMSNorm of queries and keys, before their rotation: of each head alone, or of all heads as one vector."""
+    """A norm of queries and keys, before their rotation: of each head alone, or of all heads as one vector."""
     qk_norm_after_rotation: bool = False
     """That norm comes after the rotation."""
     attention_sinks: bool = False

@@ -54,8 +54,10 @@ def pack_experts(folder: Path) -> None:
 def load_in_transformers(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    of_model = _class_of(AutoConfig.from_pretrained(folder))
-    return of_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    config = AutoConfig.from_pretrained(folder)
+    # Falcon's eager attention adds ALiBi twice: with the mask and by itself. The original code does once.
+    attention = "sdpa" if getattr(config, "alibi", False) else "eager"
+    return _class_of(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def _class_of(config: Any) -> Any:

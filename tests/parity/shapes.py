@@ -66,6 +66,14 @@ _ROPE_YARN = {
     "original_max_position_embeddings": 16,
 }
 
+_ROPE_MINISTRAL3 = {
+    **_ROPE_YARN,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_FALCON = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _ROPE_ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 30.0, "factor": 1.0}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 _SEEING = {
@@ -114,6 +122,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GPTBigCode, one KV head": ("gpt_bigcode", _GPT2),
     "GPTBigCode, many KV heads": ("gpt_bigcode", {**_GPT2, "multi_query": False}),
+    "CodeGen": ("codegen", {**_GPT2, "rotary_dim": 8}),
+    "CodeGen, eight heads, wide ffn": ("codegen", {**_GPT2, "n_head": 8, "rotary_dim": 4, "n_inner": 96}),
+    "Falcon 7B": ("falcon", _FALCON),
+    "Falcon 11B": (
+        "falcon",
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 96,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Falcon 40B": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "Falcon RW": ("falcon", {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "Persimmon": ("persimmon", _NEOX),
+    "Persimmon without norms of heads": ("persimmon", {**_NEOX, "qk_layernorm": False}),
     "OPT": ("opt", _OPT),
     "OPT 350M's layout": ("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "OPT without biases": ("opt", {**_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
@@ -282,6 +308,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral",
         {**_DEEP, "head_dim": 16, "sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
+    "Ministral 3, YaRN": ("ministral3", {**_LLAMA, "head_dim": 24, "rope_parameters": _ROPE_MINISTRAL3}),
+    "Ministral 3, past its first context": (
+        "ministral3",
+        {
+            **_LLAMA,
+            "head_dim": 16,
+            "rope_parameters": {**_ROPE_YARN, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0},
+        },
+    ),
     "Gemma": ("gemma", {**_LLAMA, "head_dim": 24, "pad_token_id": 0, "initializer_range": 0.1}),
     "SmolLM3": ("smollm3", {**_DEEP, "pad_token_id": 0}),
     "SmolLM3, windows where no positions are": (
@@ -320,6 +355,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral3",
         _with_vision(
             {**_LLAMA, "model_type": "mistral", "head_dim": 24},
+            {**_SEEING, "model_type": "pixtral", "head_dim": 16},
+        ),
+    ),
+    "Ministral 3 that sees": (
+        "mistral3",
+        _with_vision(
+            {**_LLAMA, "model_type": "ministral3", "head_dim": 16, "rope_parameters": _ROPE_MINISTRAL3},
             {**_SEEING, "model_type": "pixtral", "head_dim": 16},
         ),
     ),

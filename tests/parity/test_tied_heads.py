@@ -17,14 +17,14 @@ from tests.parity.shapes import SHAPES
 from tests.parity.test_families import FIRST, paged_logits
 
 EMBEDS = {
-    "bloom": "transformer.word_embeddings.weight",
+    **dict.fromkeys(("bloom", "falcon"), "transformer.word_embeddings.weight"),
     "gpt_neox": "gpt_neox.embed_in.weight",
     "openai-gpt": "transformer.tokens_embed.weight",
     "opt": "model.decoder.embed_tokens.weight",
     "gemma3": "language_model.model.embed_tokens.weight",
     "mistral3": "language_model.model.embed_tokens.weight",
     "qwen3_vl": "model.language_model.embed_tokens.weight",
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"), "transformer.wte.weight"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "mpt"), "transformer.wte.weight"),
 }
 HEADS = {
     "gpt_neox": "embed_out.weight",

@@ -12,12 +12,14 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 from gptserve.weights.families.arcee import ARCEE
 from gptserve.weights.families.bloom import BLOOM
+from gptserve.weights.families.codegen import CODEGEN
 from gptserve.weights.families.cohere import COHERE, COHERE2
 from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.cwm import CWM
 from gptserve.weights.families.ernie4_5 import ERNIE4_5
 from gptserve.weights.families.ernie4_5_moe import ERNIE4_5_MOE
 from gptserve.weights.families.exaone4 import EXAONE4
+from gptserve.weights.families.falcon import FALCON
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA, GEMMA2, GEMMA3
 from gptserve.weights.families.glm import GLM, GLM4
@@ -33,7 +35,7 @@ from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.minimax_m2 import MINIMAX_M2
-from gptserve.weights.families.mistral import MINISTRAL, MISTRAL
+from gptserve.weights.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from gptserve.weights.families.mixtral import MIXTRAL
 from gptserve.weights.families.mpt import MPT
 from gptserve.weights.families.nanochat import NANOCHAT
@@ -43,6 +45,7 @@ from gptserve.weights.families.olmo import OLMO, OLMO2, OLMO3
 from gptserve.weights.families.olmoe import OLMOE
 from gptserve.weights.families.openai_gpt import OPENAI_GPT
 from gptserve.weights.families.opt import OPT
+from gptserve.weights.families.persimmon import PERSIMMON
 from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
@@ -61,7 +64,7 @@ from gptserve.weights.special_tokens import eos_token_id
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, OPT, BLOOM, MPT, XGLM),
+        *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, CODEGEN, OPT, BLOOM, MPT, XGLM, FALCON),
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO, OLMO2, OLMO3, GPT_OSS),
         *(
             COHERE,
@@ -76,6 +79,8 @@ FAMILIES: dict[str, Family] = {
             GLM4,
             HELIUM,
             HUNYUAN,
+            MINISTRAL3,
+            PERSIMMON,
             SEED_OSS,
             SMOLLM3,
             STABLELM,

@@ -24,8 +24,9 @@ NAMES: layout.Names = {
 }
 
 
-def _read_config(raw: RawConfig) -> ModelConfig:
-    raw.forbid("rotary", True, "no published GPT-J has learned positions")
+def read_gptj_config(raw: RawConfig) -> ModelConfig:
+    """Return the fields of GPT-J, which CodeGen shares."""
+    raw.forbid("rotary", True, "no published model has learned positions")
     raw.forbid("scale_attn_weights", True, "unscaled scores are not supported")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions", tied_head=False)
     layer = config.layers[0]
@@ -43,4 +44,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 IGNORED = r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
 _sources = layout.decoder(NAMES, qkv_order=layout.halves_apart)
-GPTJ = Family("gptj", _read_config, _sources, ("transformer.",), IGNORED)
+GPTJ = Family("gptj", read_gptj_config, _sources, ("transformer.",), IGNORED)

@@ -182,14 +182,17 @@ def linear(
 
 
 def heads_together(layer: LayerConfig) -> RowOrder:
-    """Return the row order of a fused projection stored head by head: each head's query, key and value in turn.
+    """Return the row order of a fused projection stored group by group: the queries of each key head, it and its value.
 
     With one key and value head for all queries (StarCoder) the rows are in order: None.
     """
-    heads, size = layer.num_heads, layer.head_size
-    if layer.num_kv_heads != heads:
+    groups, size = layer.num_kv_heads, layer.head_size
+    if groups == 1:
         return None
-    return tuple((h * 3 + part) * size + d for part in range(3) for h in range(heads) for d in range(size))
+    num = layer.num_heads // groups  # queries of a group
+    queries = [g * (num + 2) + h for g in range(groups) for h in range(num)]
+    others = [g * (num + 2) + num + part for part in range(2) for g in range(groups)]
+    return tuple(head * size + d for head in queries + others for d in range(size))
 
 
 def halves_apart(layer: LayerConfig) -> RowOrder:

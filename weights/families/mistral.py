@@ -1,13 +1,30 @@
 """Mistral 7B and its like: Llama with a sliding window on every layer, or on none. Ministral: on the layers of a list.
 
-Jiang et al., "Mistral 7B" (2023).
+Jiang et al., "Mistral 7B" (2023). Ministral 3 has none, and YaRN. But for the largest Devstral 2, it
+multiplies queries behind the original context by a number that grows with their position: it is served within that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families.family import Family, RawConfig, with_windows
 from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+
+ROPE_OF_MINISTRAL3: Mapping[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""What transformers' class has."""
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -21,5 +38,16 @@ def read_mistral_config(raw: RawConfig) -> ModelConfig:
     return with_windows(raw, read_llama_config(raw), lambda layer: slides)
 
 
+def _read_ministral3(raw: RawConfig) -> ModelConfig:
+    raw.default(head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5, sliding_window=None)
+    raw.default(rope_parameters=ROPE_OF_MINISTRAL3, replaces_null=True)
+    config, rope = read_mistral_config(raw), raw.section("rope_parameters")
+    rope.skip("max_position_embeddings")
+    if not rope.value("llama_4_scaling_beta"):
+        return config
+    return replace(config, max_position=min(config.max_position, rope.size("original_max_position_embeddings")))
+
+
 MISTRAL = Family("mistral", _read_config, llama_sources, ignored=IGNORED)
 MINISTRAL = Family("ministral", _read_config, llama_sources, ignored=IGNORED)
+MINISTRAL3 = Family("ministral3", _read_ministral3, llama_sources, ignored=IGNORED)

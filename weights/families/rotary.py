@@ -159,7 +159,8 @@ def _yarn(scaling: RawConfig, plain: Frequencies, theta: float, original: int, m
     if first == last:
         last += 0.001
     shares = [min(1.0, max(0.0, (i - first) / (last - first))) for i in range(len(plain))]
-    scale, m, all_dims = (scaling.number(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    scale = scaling.number("attention_factor")
+    m, all_dims = (scaling.number(name) if scaling.value(name) else None for name in ("mscale", "mscale_all_dim"))
     if scale is None:
         scale = _yarn_scale(factor, m) / _yarn_scale(factor, all_dims) if m and all_dims else _yarn_scale(factor)
     return Rotary(tuple((1 - s) * f + s * f / factor for f, s in zip(plain, shares, strict=True)), scale), int(context)

@@ -14,7 +14,7 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
-from gptserve.weights.families.mistral import MISTRAL
+from gptserve.weights.families.mistral import MINISTRAL3, MISTRAL
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -25,35 +25,42 @@ OF_IMAGES = (
 IGNORED = r"(visual|vision_tower|vision_model|multi_modal_projector)\..*"
 
 
-def _text_of(model_type: str, text_family: Family, *, tied_head: bool, **defaults: object) -> Family:
-    """Return the family of a model with a text model of `text_family`.
+def _text_of(model_type: str, text_family: Family, *others: Family, tied_head: bool, **defaults: object) -> Family:
+    """Return the family of a model with a text model of `text_family`, or of one of `others` with the same tensors.
 
-    `tied_head` and `defaults` are those of transformers' classes, for the whole and for the text.
+    `tied_head` and `defaults` are those of transformers' classes, for the whole and for the text of `text_family`.
     """
     return Family(
         model_type,
-        _reader(text_family, tied_head, defaults),
+        _reader(text_family, others, tied_head, defaults),
         text_family.sources,
         PREFIXES,
         f"{text_family.ignored}|{IGNORED}",
     )
 
 
-def _reader(text_family: Family, tied_head: bool, defaults: dict[str, object]) -> Callable[[RawConfig], ModelConfig]:
+def _reader(
+    text_family: Family, others: tuple[Family, ...], tied_head: bool, defaults: dict[str, object]
+) -> Callable[[RawConfig], ModelConfig]:
     def read(raw: RawConfig) -> ModelConfig:
         raw.skip(*OF_IMAGES)
         text = raw.section("text_config") if "text_config" in raw else raw
         if text is raw and "hidden_size" not in raw:
             raise raw.error("text_config", "an object")
         is_tied = raw.boolean("tie_word_embeddings", default=tied_head)
-        text.default(replaces_null=False, model_type=text_family.model_type, **defaults)
+        text.default(model_type=text_family.model_type)
         found, outer = text.text("model_type"), raw.text("model_type")
-        if found not in (text_family.model_type, outer, f"{outer}_text"):
+        by_type = {family.model_type: family for family in (text_family, *others)}
+        family = text_family if found in (outer, f"{outer}_text") else by_type.get(found)
+        if family is None:
+            names = " or ".join(by_type)
             raise UnsupportedModelError(
-                f"config.json: text_config: model_type must be {text_family.model_type}, got {shown(found)}: the text "
-                f"of {outer} is read as that alone"
+                f"config.json: text_config: model_type must be {names}, got {shown(found)}: the text of {outer} is "
+                "read as that alone"
             )
-        config = replace(text_family.read_config(text), model_type=outer, tied_head=is_tied)
+        if family is text_family:
+            text.default(replaces_null=False, **defaults)
+        config = replace(family.read_config(text), model_type=outer, tied_head=is_tied)
         bos_token_ids = text.token_ids("bos_token_id", config.vocab_size)
         return replace(
             config,
@@ -105,6 +112,7 @@ QWEN3_VL = _text_of(
 MISTRAL3 = _text_of(
     "mistral3",
     MISTRAL,
+    MINISTRAL3,
     tied_head=True,
     vocab_size=131_072,
     hidden_size=5120,

@@ -99,6 +99,20 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "one that says how it reads": (QWEN, {"is_causal": True}),
     "GPT-1": (KNOWN["GPT-1 117M"][0], {"n_ctx": 512, "n_special": 0, "predict_special_tokens": True}),
+    "Falcon 11B": (
+        KNOWN["falcon-40b"][0],
+        {
+            **{
+                "activation": "gelu",
+                "ff_factor": 4,
+                "ffn_hidden_size": 32_768,
+                "multi_query": True,
+                "rope_scaling": None,
+            },
+            **{"num_ln_in_parallel_attn": 1, "rope_theta": 500_042.0, "max_position_embeddings": 8192},
+        },
+    ),
+    "CodeGen": (KNOWN["codegen-350M-mono"][0], {"n_ctx": 2048, "scale_attn_weights": True}),
     "GPT-J": (KNOWN["gpt-j-6b"][0], {"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}),
     "BLOOM": (
         KNOWN["bloom-560m"][0],

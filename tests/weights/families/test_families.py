@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -197,6 +198,11 @@ def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], t
         ("MPT", "attn_config", "qk_ln", True, "attn_config: qk_ln must be false, got True"),
         ("MPT", "attn_config", "prefix_lm", True, "attn_config: prefix_lm must be false, got True"),
         ("MPT", "attn_config", "attn_type", "multiquery_attention", 'must be "multihead_attention", got'),
+        ("Falcon 7B", None, "apply_residual_connection_post_layernorm", True, "layernorm must be false, got True"),
+        ("Falcon 7B", None, "num_ln_in_parallel_attn", 2, "num_ln_in_parallel_attn must be 1, got 2"),
+        ("Falcon 11B", None, "ff_factor", 4, "ff_factor must be 1, got 4"),
+        ("Falcon 40B", None, "parallel_attn", False, "parallel_attn must be true, got False"),
+        ("Falcon RW", None, "num_kv_heads", 2, "num_kv_heads must be 4, got 2"),
         ("Phi", None, "qk_layernorm", True, "qk_layernorm must be false, got True"),
         ("Gemma 3, past its window", None, "use_bidirectional_attention", True, "must be false, got True"),
         ("gpt-oss, past its window", None, "swiglu_alpha", 2.0, "swiglu_alpha must be 1.702, got 2.0"),
@@ -212,6 +218,37 @@ def test_a_choice_that_is_not_computed_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=rf"^config\.json: .*{re.escape(message)}"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "field", "value", "rule"),
+    [
+        ("Falcon 40B", "num_kv_heads", 3, "a divisor of num_attention_heads (4), got 3"),
+        ("CodeGen", "n_head", 2, "a multiple of 4, got 2"),
+    ],
+)
+def test_heads_that_are_not_in_groups_are_refused(
+    shape: str, field: str, value: int, rule: str, tmp_path: Path
+) -> None:
+    raw = complete_configs()[list(SHAPES).index(shape)] | {field: value}
+    with pytest.raises(InvalidConfigError, match=rf"^config\.json: {field} must be {re.escape(rule)}$"):
+        load_raw(tmp_path, raw)
+
+
+def test_falcons_slopes_are_those_of_bloom_in_bf16_scaled_as_scores_are(tmp_path: Path) -> None:
+    """transformers multiplies slopes in bf16 with positions."""
+    layer = load_raw(tmp_path, KNOWN["falcon-rw-1b"][0]).layers[0]
+    exact = torch.tensor([2.0 ** (-8 * (head + 1) / 32) for head in range(32)])
+    assert layer.alibi_slopes == tuple((exact.bfloat16().double() * layer.head_size**-0.5).tolist())
+
+
+def test_ministral_3_ends_where_its_queries_would_be_scaled(tmp_path: Path) -> None:
+    _, fields = SHAPES["Ministral 3, past its first context"]
+    raw = {**fields, "model_type": "ministral3", "max_position_embeddings": 4096}
+    rope = {**raw["rope_parameters"], "original_max_position_embeddings": 512}
+    for beta, context in ((0.1, 512), (0.0, 4096), (None, 4096)):
+        rope["llama_4_scaling_beta"] = beta
+        assert load_raw(tmp_path, {**raw, "rope_parameters": rope}).max_position == context
 
 
 def test_the_context_is_the_one_that_yarn_stretches_to(tmp_path: Path) -> None:
@@ -297,15 +334,19 @@ def test_what_a_text_config_does_not_name_is_as_in_transformers(model_type: str,
     assert load_raw(tmp_path, {"model_type": model_type, "text_config": {**kind, **ends}}) == load_raw(tmp_path, whole)
 
 
-def test_the_text_of_another_model_is_refused(tmp_path: Path) -> None:
-    _, fields = SHAPES["Mistral 3 that sees"]
-    fields = {**fields, "text_config": {**fields["text_config"], "model_type": "ministral3"}}
+@pytest.mark.parametrize(
+    ("shape", "names"), [("Mistral 3 that sees", "mistral or ministral3"), ("Qwen2.5-VL", "qwen2")]
+)
+def test_the_text_of_another_model_is_refused(shape: str, names: str, tmp_path: Path) -> None:
+    model_type, fields = SHAPES[shape]
+    fields = {**fields, "text_config": {**fields["text_config"], "model_type": "llama"}}
 
-    with pytest.raises(
-        UnsupportedModelError,
-        match="text_config: model_type must be mistral, got 'ministral3': the text of mistral3 is read as that alone",
-    ):
-        load_raw(tmp_path, {**fields, "model_type": "mistral3"})
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_raw(tmp_path, {**fields, "model_type": model_type})
+    assert str(caught.value) == (
+        f"config.json: text_config: model_type must be {names}, got 'llama': the text of {model_type} is read as that "
+        "alone"
+    )
 
 
 def test_a_qwen_that_sees_is_read_in_its_older_form(tmp_path: Path) -> None:
