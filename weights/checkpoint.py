@@ -24,7 +24,7 @@ from gptserve.weights.gguf.folder import SUFFIX as GGUF_SUFFIX
 from gptserve.weights.gguf.tensors import read_tensor
 from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
-from gptserve.weights.parts import Part, find_parts
+from gptserve.weights.parts import find_parts
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
 from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
@@ -122,7 +122,7 @@ class Checkpoint:
             values = values.t() if source.transpose else values
         else:
             try:
-                values = _unpack(part, tensors, dtype)
+                values = _unpack(part.type, part.shape if source.entry is None else part.shape[1:], tensors, dtype)
             except UnfitError as fault:
                 raise InvalidCheckpointError(f"{name} is in {part.type.name}, which {fault}") from fault
         return (values if source.columns is None else values[:, start:end],)
@@ -156,7 +156,7 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {}
         for ending, stored in self._parts[part].tensors.items():
             if stored.dtype in BLOCKS and stored.path.suffix.lower() == GGUF_SUFFIX:
-                tensors[ending] = read_tensor(stored)
+                tensors[ending] = read_tensor(stored if entry is None else stored.entry(entry))
                 continue
             # Opened for this tensor alone and unmapped with its values: pages never add up to whole files.
             with opened(stored.path) as file:
@@ -172,16 +172,16 @@ class Checkpoint:
         return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
 
 
-def _unpack(part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] of a quantized part, made in pieces of rows; or a vector."""
-    if len(part.shape) == 1:
-        return part.type.unpack(part.shape, tensors, slice(0, *part.shape), dtype)
-    num_out, num_in = part.shape[-2:]
+    if len(shape) == 1:
+        return stored.unpack(shape, tensors, slice(0, *shape), dtype)
+    num_out, num_in = shape
     values = torch.empty(num_out, num_in, dtype=dtype)
     num_rows = max(1, PIECE_ELEMENTS // max(1, num_in) // UNPACKED_ROWS) * UNPACKED_ROWS
 
     def fill(rows: slice) -> None:
-        values[rows] = part.type.unpack((num_out, num_in), tensors, rows, dtype)
+        values[rows] = stored.unpack(shape, tensors, rows, dtype)
 
     spans = [slice(start, min(start + num_rows, num_out)) for start in range(0, num_out, num_rows)]
     for _ in map_pieces(fill, spans):

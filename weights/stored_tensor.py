@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptserve.weights.errors import InvalidCheckpointError
@@ -24,6 +24,13 @@ class StoredTensor:
     shape: Shape
     start: int
     end: int
+
+    def entry(self, number: int) -> StoredTensor:
+        """Return one entry of the first dimension."""
+        num, *shape = self.shape
+        num_bytes = (self.end - self.start) // num
+        start = self.start + number * num_bytes
+        return replace(self, shape=tuple(shape), start=start, end=start + num_bytes)
 
     def is_zero(self) -> bool:
         """Return whether all bytes are 0, of at most MAX_ZERO_BYTES. Raises InvalidCheckpointError."""

@@ -1,15 +1,15 @@
 """The rotary fields of config.json from a GGUF file's keys, and from the factors that Llama 3.1 and LongRoPE have.
 
-Torch-free. architectures.py calls it.
+Torch-free. architectures.py and dense.py call it.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from typing import Any
 
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, shown
+from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.reader import Header, shortest
 
 LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT = 1.0, 4.0, 8192
@@ -18,30 +18,56 @@ _TOLERANCE = 1e-4
 MAX_FACTORS = 2**12
 
 
-def rope_fields(header: Header, architecture: str) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling. Raises UnsupportedModelError for a kind of scaling that is not known."""
-    keys = {
-        name.removeprefix(f"{architecture}.rope."): value
-        for name, value in header.keys.items()
-        if name.startswith(f"{architecture}.rope.")
+def head_size(keys: Keys) -> int:
+    """Return the size of a head of queries."""
+    return keys.size("attention.key_length", max(1, keys.size("embedding_length") // keys.num_heads))
+
+
+def rope_fields(keys: Keys) -> Fields:
+    """Return rope_theta, partial_rotary_factor and rope_scaling.
+
+    Raises UnsupportedModelError for a kind of scaling that is not known.
+    """
+    header, size = keys.header, head_size(keys)
+    theta = keys.number("rope.freq_base", 10000.0)
+    fields: Fields = {
+        "rope_theta": theta,
+        "partial_rotary_factor": keys.size("rope.dimension_count", size) / size,
     }
-    theta = keys.get("freq_base", 10000.0)
-    fields: dict[str, Any] = {"rope_theta": theta}
-    kind, factor = keys.get("scaling.type", "none"), keys.get("scaling.factor", keys.get("scale_linear", 1.0))
-    if kind == "none" and isinstance(factor, float) and factor != 1.0:
+    kind, factor = keys.get("rope.scaling.type") or "none", keys.number("rope.scaling.factor", 0.0)
+    factor = factor or keys.number("rope.scale_linear", 1.0)
+    if kind == "none" and factor != 1.0:
         kind = "linear"
-    if kind in ("linear", "yarn"):
+    if kind == "linear":
         fields["rope_scaling"] = {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            fields["rope_scaling"]["original_max_position_embeddings"] = keys.get("scaling.original_context_length")
+    elif kind == "yarn":
+        fields["rope_scaling"] = _yarn(keys, factor)
     elif kind not in ("none", "longrope"):
-        raise UnsupportedModelError(f"{header.path}: {architecture}.rope.scaling.type {shown(kind)} is not read")
+        raise UnsupportedModelError(f"{keys.fault('rope.scaling.type', 'none, linear, yarn or longrope')}")
     if "rope_factors_short.weight" in header.tensors:  # of LongRoPE, whatever its key says
         names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
         fields["rope_scaling"] = {"rope_type": "longrope"} | {name: _vector(header, of) for name, of in names.items()}
     if "rope_freqs.weight" in header.tensors:
         fields["rope_scaling"] = _llama3(header, theta)
     return fields
+
+
+def rope_by_kind(keys: Keys) -> Fields:
+    """Return rope_parameters, in which only layers without windows are scaled."""
+    fields = rope_fields(keys)
+    plain = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", fields["rope_theta"])}
+    wide = {"rope_type": "default", "rope_theta": fields["rope_theta"]} | fields.get("rope_scaling", {})
+    return {"rope_parameters": {"full_attention": wide, "sliding_attention": plain}}
+
+
+def _yarn(keys: Keys, factor: float) -> Fields:
+    """Return the scaling as YaRN has it. Raises InvalidConfigError for settings that are not read."""
+    keys.only("rope.scaling.yarn_ext_factor", 1.0, "in all published files")
+    keys.only("rope.scaling.yarn_log_multiplier", 0.0, "in all files that are read")
+    names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+    more = {name: keys.number(f"rope.scaling.{key}") for name, key in names.items() if keys.get(f"rope.scaling.{key}")}
+    context = keys.size("rope.scaling.original_context_length", keys.size("context_length"))
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context, **more}
 
 
 def _vector(header: Header, name: str) -> list[float]:
@@ -54,7 +80,7 @@ def _vector(header: Header, name: str) -> list[float]:
         return [shortest(factor) for factor in struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))]
 
 
-def _llama3(header: Header, theta: object) -> dict[str, Any]:
+def _llama3(header: Header, theta: object) -> Fields:
     """Return the scaling of Llama 3.1 that has these factors of the wavelengths. Raises UnsupportedModelError."""
     factors = _vector(header, "rope_freqs.weight")
     if not isinstance(theta, float) or theta <= 0:

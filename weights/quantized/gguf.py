@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from gptserve.weights.gguf.block_sizes import BLOCKS, FLOATS
-from gptserve.weights.quantized.stored_type import Expected, Found
+from gptserve.weights.quantized.stored_type import Expected, Found, UnfitError
 from gptserve.weights.raw_config import RawConfig
 from gptserve.weights.stored_tensor import Shape
 
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 class Gguf:
     """The StoredType of weights of one type of tensor, whose names have a part with this ending.
 
-    num_heads is above 0 where the rows of each head are pairs of neighbours, and are to be halves apart. `offset` is
-    what was added to the values.
+    `num_heads` is above 0 where rows are in another order: those of each head in pairs of neighbours, to be halves
+    apart; or, if `is_fused`, all queries, then all keys, then all values, to be head by head. `offset` is what was
+    added to the values.
     """
 
     type_name: str
     ending: str = ""
     num_heads: int = 0
+    is_fused: bool = False
     offset: float = 0.0
 
     @property
@@ -42,38 +45,92 @@ class Gguf:
     def holds(self, found: Found) -> bool:
         if found.own not in found or found[found.own].dtype != self.type_name:
             return False
-        return any(part.endswith(self.ending) for part in found.base.split("."))
+        return any(part.endswith(self.ending) for part in found.base.split(".")) and (
+            not self.offset or found.own != ""
+        )
 
     def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
+        if self.num_heads and shape[0] % self.num_heads:
+            raise UnfitError(f"has rows of {self.num_heads} heads")
         return {found.own: Expected(shape, (self.type_name,))}
+
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+        (data,) = tensors.values()
+        values = _values(self.type_name, data[self._places(shape[0], rows)], shape)
+        return values - self.offset if self.offset else values
+
+    def _places(self, num_rows: int, rows: slice) -> Tensor | slice:
+        """Return where these rows are stored."""
+        import torch
+
+        if not self.num_heads:
+            return rows
+        row, size = torch.arange(rows.start, rows.stop), num_rows // self.num_heads
+        head, place = row // size, row % size
+        if self.is_fused:
+            return place // (size // 3) * (num_rows // 3) + head * (size // 3) + place % (size // 3)
+        half = size // 2
+        return head * size + place % half * 2 + place // half
+
+
+HALVES = (("even", "odd"), ("first", "last"))
+"""The endings of two tensors with the rows of one: in turn, or the one half behind the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHalves:
+    """The StoredType of a weight whose rows are in two tensors, of these types and with these endings of HALVES."""
+
+    type_names: tuple[str, str]
+    endings: tuple[str, str]
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return f"GGUF's {' and '.join(dict.fromkeys(self.type_names))}"
+
+    def holds(self, found: Found) -> bool:
+        names = [f"{found.own}.{ending}" for ending in self.endings]
+        return all(name in found and found[name].dtype == its for name, its in zip(names, self.type_names, strict=True))
+
+    def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
+        at = len(shape) - 1 if found.base.endswith("bias") else len(shape) - 2
+        its_shape = (*shape[:at], shape[at] // 2, *shape[at + 1 :])
+        return {
+            f"{found.own}.{ending}": Expected(its_shape, (its,))
+            for ending, its in zip(self.endings, self.type_names, strict=True)
+        }
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
         import torch
 
-        from gptserve.weights.gguf.blocks import UNPACK
-
-        (data,) = tensors.values()
-        if self.num_heads:
-            half = shape[0] // self.num_heads // 2
-            row = torch.arange(rows.start, rows.stop)
-            head, place = row // (2 * half), row % (2 * half)
-            data = data[head * 2 * half + place % half * 2 + place // half]
-        else:
-            data = data[rows]
-        if self.type_name in FLOATS:
-            values = data.float()
-        else:
-            values = UNPACK[self.type_name](data.reshape(-1, BLOCKS[self.type_name].num_bytes)).view(-1, *shape[1:])
-        return values - self.offset if self.offset else values
+        row, half = torch.arange(rows.start, rows.stop), shape[0] // 2
+        which, place = (row % 2, row // 2) if self.endings == HALVES[0] else (row // half, row % half)
+        values = torch.empty(len(row), *shape[1:])
+        for i, (type_name, data) in enumerate(zip(self.type_names, tensors.values(), strict=True)):
+            values[which == i] = _values(type_name, data[place[which == i]], shape)
+        return values
 
 
-def read_gguf(section: RawConfig) -> tuple[Gguf, ...]:
+def _values(type_name: str, data: Tensor, shape: Shape) -> Tensor:
+    """Return rows of a tensor of this shape in fp32."""
+    from gptserve.weights.gguf.blocks import UNPACK
+
+    if type_name in FLOATS:
+        return data.float()
+    return UNPACK[type_name](data.reshape(-1, BLOCKS[type_name].num_bytes)).view(-1, *shape[1:])
+
+
+def read_gguf(section: RawConfig) -> tuple[Gguf | GgufHalves, ...]:
     """Return the types of all tensors: those of queries, keys and norms first, if theirs differ."""
     heads = {name: section.size(f"paired_{name}_heads", default=0) for name in ("q_proj", "k_proj")}
+    num_fused = section.size("joined_query_key_value_heads", default=0)
     offset = 1.0 if section.boolean("norms_have_one_added", default=False) else 0.0
     names = section.value("types")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in BLOCKS for name in names):
         raise section.error("types", f"a list of {', '.join(BLOCKS)}")
     special = [Gguf(name, ending, num) for ending, num in heads.items() if num for name in names]
+    special += [Gguf(name, "query_key_value", num_fused, is_fused=True) for name in names if num_fused]
     special += [Gguf(name, "norm", offset=offset) for name in names if name in FLOATS and offset]
-    return (*special, *(Gguf(name) for name in names))
+    halves = [GgufHalves((a, b), endings) for endings in HALVES for a, b in product(names, names)]
+    return (*special, *(Gguf(name) for name in names), *halves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.errors import InvalidCheckpointError, WeightsError
 from gptserve.weights.families import load_config
-from gptserve.weights.gguf.architectures import ARCHITECTURES
+from gptserve.weights.gguf.architectures import ARCHITECTURES, describe_config, named_tensors
+from gptserve.weights.gguf.reader import read_header
 from gptserve.weights.inventory import stored_parts
 from gptserve.weights.sharding import Share
 from gptserve.weights.source import resolve_model
@@ -24,21 +27,31 @@ from tests.weights.gguf.written import write_gguf
 
 _ROPE = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _HEAD = {"query_pre_attn_scalar": 24}  # that of the sizes: files have none
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+_OLMO3 = SHAPES["OLMo 3, YaRN on some layers"][1]
+_LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: SHAPES[name]
         for name in (
-            "GPT-2",
-            "Llama",
-            "Llama, biases, own head size, tied",
-            "Qwen2",
-            "Qwen3",
-            "Gemma",
-            "OLMo 2",
-            "SmolLM3",
-            "Arcee",
+            *("GPT-2", "GPT-NeoX", "GPT-NeoX, sequential, all rotary, no bias", "GPTBigCode, one KV head"),
+            *("BLOOM, six heads", "MPT", "MPT, six heads, clipped", "Phi"),
+            *("Llama", "Llama, biases, own head size, tied", "Llama, linear scaling", "Mistral without a window"),
+            *("Qwen2", "Qwen2, YaRN, past its first context", "Qwen3", "Gemma", "SmolLM3", "Arcee"),
+            *("OLMo, clipped", "OLMo 2", "OLMo 3, past its window", "OLMoE"),
+            *("StableLM", "StableLM, parallel, biases", "Command R", "Command R7B, past its window"),
+            *("EXAONE 4, past its window", "EXAONE 4 without a window", "Granite", "Granite MoE", "Nemotron"),
+            *("ERNIE 4.5", "ERNIE 4.5 with biases", "GLM 4", "GLM 4 of 2025", "Seed-OSS", "MiniMax M2"),
+            *("GLM 4.5", "GLM 4.5, in groups"),
         )
     },
+    "OLMo 3, YaRN on some layers": ("olmo3", {**_OLMO3, "rope_parameters": {**_OLMO3["rope_parameters"], **_LOCAL}}),
+    "Qwen2 MoE": ("qwen2_moe", {**SHAPES["Qwen2 MoE"][1], "mlp_only_layers": []}),
+    "gpt-oss": ("gpt_oss", {**SHAPES["gpt-oss, past its window"][1], "swiglu_limit": 7.0}),
+    "dots.llm1": ("dots1", {**SHAPES["dots.llm1"][1], "sliding_window": None}),
+    "ERNIE 4.5 MoE": ("ernie4_5_moe", {**SHAPES["ERNIE 4.5 MoE"][1], "moe_layer_end_index": -1}),
+    "Hunyuan": ("hunyuan_v1_dense", {**SHAPES["Hunyuan"][1], **_PLAIN}),
+    "Hunyuan MoE": ("hunyuan_v1_moe", {**SHAPES["Hunyuan MoE"][1], "moe_topk": [2, 2]}),
     "Llama 3.1": (
         "llama",
         {**SHAPES["Llama"][1], "rope_parameters": {**_ROPE, "original_max_position_embeddings": 8192}},
@@ -69,8 +82,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.name)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "quant"), [(name, QUANTS[i % len(QUANTS)]) for i, name in enumerate(MODELS)])
 def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQuantizationType, tmp_path: Path) -> None:
     folder, path = tmp_path / "folder", tmp_path / f"{quant.name}.gguf"
     write_model(folder, *MODELS[name])
@@ -90,6 +102,104 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
         assert [key for key in differing if not key.endswith("norm.weight")] == []
         for key in differing:  # one was added and taken away
             assert (of_file[key] - of_copy[key]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["GLM 4", "Phi"])
+def test_queries_keys_and_values_may_be_one_tensor(name: str, tmp_path: Path) -> None:
+    folder, path, fused = tmp_path / "folder", tmp_path / "model.gguf", tmp_path / "fused.gguf"
+    write_model(folder, *MODELS[name])
+    write_gguf(folder, path, GGMLQuantizationType.Q8_0)
+    write_gguf(folder, fused, GGMLQuantizationType.Q8_0, fuses=True)
+    assert "blk.0.attn_qkv.bias" in read_header(fused).tensors
+    of_file, of_fused = (
+        dict(Checkpoint(its, load_config(its)).stream(dtype=torch.float32, device="cpu"))
+        for its in (resolve_model(str(path)), resolve_model(str(fused)))
+    )
+    assert of_file.keys() == of_fused.keys()
+    assert all(torch.equal(of_file[key], of_fused[key]) for key in of_file)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["GLM 4.5"])
+    write_gguf(folder, path, GGMLQuantizationType.Q8_0, num_behind=1)
+    assert "blk.2.nextn.enorm.weight" in read_header(path).tensors
+    its = resolve_model(str(path))
+    assert replace(load_config(its), eos_token_ids=()) == replace(load_config(folder), eos_token_ids=())
+    Checkpoint(its, load_config(its))
+
+
+REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
+    "another router": (
+        "GLM 4.5",
+        {"expert_gating_func": 1},
+        "expert_gating_func must be 2, as in all of them, got 1",
+    ),
+    "no layer at all": (
+        "GLM 4.5",
+        {"nextn_predict_layers": 2},
+        "glm4moe.nextn_predict_layers must be an integer in [0, 2), got 2",
+    ),
+    "scales by position": (
+        "Mistral without a window",
+        {"attention.temperature_scale": 0.1},
+        "mistral3.attention.temperature_scale must be absent: scales that grow with positions are not read, got 0.1",
+    ),
+    "rows for images": (
+        "GLM 4 of 2025",
+        {"rope.dimension_sections": [8, 4, 4, 0]},
+        "glm4.rope.dimension_sections must be None, as files of models that see order rows otherwise, got [8, 4, 4, 0]",
+    ),
+    "another epsilon": (
+        "OLMo, clipped",
+        {"attention.layer_norm_epsilon": 1e-6},
+        "must be 1e-05, as in all, got 1e-06",
+    ),
+    "windows of some layers": (
+        "EXAONE 4, past its window",
+        {"attention.sliding_window_pattern": [True]},
+        "exaone4.attention.sliding_window_pattern must be an integer or a list of 4, got [True]",
+    ),
+    "another YaRN": (
+        "Qwen2, YaRN, past its first context",
+        {"rope.scaling.yarn_log_multiplier": 0.1},
+        "qwen2.rope.scaling.yarn_log_multiplier must be 0.0, as in all files that are read, got 0.1",
+    ),
+    "another scaling": (
+        "Llama, linear scaling",
+        {"rope.scaling.type": "dynamic"},
+        "llama.rope.scaling.type must be none, linear, yarn or longrope, got 'dynamic'",
+    ),
+    "many heads of keys": (
+        "GPTBigCode, one KV head",
+        {"attention.head_count_kv": 4},
+        "must be 1, as in all published, got 4",
+    ),
+    "no flag": ("GPT-NeoX", {"use_parallel_residual": 1}, "gptneox.use_parallel_residual must be true or false, got 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_family_computes_is_refused(name: str, tmp_path: Path) -> None:
+    model, keys, message = REFUSED[name]
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS[model])
+    write_gguf(folder, path, GGMLQuantizationType.F16)
+    header = read_header(path)
+    architecture = header.keys["general.architecture"]
+    header.keys.update({f"{architecture}.{key}": value for key, value in keys.items()})
+    with pytest.raises(WeightsError, match=re.escape(message)):
+        describe_config(header)
+
+
+def test_rows_that_are_no_heads_are_refused(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["GLM 4"])
+    write_gguf(folder, path, GGMLQuantizationType.F16, fuses=True)
+    header = read_header(path)
+    header.keys["chatglm.attention.head_count"] = 2
+    with pytest.raises(InvalidCheckpointError, match=r"tensor blk.0.attn_qkv.\w+ must have \d+ rows, got 128"):
+        named_tensors(header)
 
 
 def test_the_inventory_names_the_types_of_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""The keys of a GGUF file from a config.json, as llama.cpp's conversion writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, RopeScalingType
+
+ARCHITECTURES = {
+    "gpt2": MODEL_ARCH.GPT2,
+    "gpt_bigcode": MODEL_ARCH.STARCODER,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "bloom": MODEL_ARCH.BLOOM,
+    "mpt": MODEL_ARCH.MPT,
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.MISTRAL3,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "arcee": MODEL_ARCH.ARCEE,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo": MODEL_ARCH.OLMO,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "phi": MODEL_ARCH.PHI2,
+    "phi3": MODEL_ARCH.PHI3,
+    "starcoder2": MODEL_ARCH.STARCODER2,
+    "stablelm": MODEL_ARCH.STABLELM,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "cohere2": MODEL_ARCH.COHERE2,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "granite": MODEL_ARCH.GRANITE,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "nemotron": MODEL_ARCH.NEMOTRON,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "glm": MODEL_ARCH.CHATGLM,
+    "glm4": MODEL_ARCH.GLM4,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "dots1": MODEL_ARCH.DOTS1,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "gemma": MODEL_ARCH.GEMMA,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+}
+"""By model_type."""
+_SIZES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len"),
+    "intermediate_size": ("n_inner",),
+}
+_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+_FACTORS = {"attention_multiplier": "attention_scale", "embedding_multiplier": "embedding_scale"} | {
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "clip_qkv": "clamp_kqv",
+    "use_parallel_residual": "parallel_residual",
+}
+_MIXTURE = {
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_k": "expert_used_count",
+    "moe_topk": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "num_shared_expert": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "exaone4", "olmo3", "gpt_oss")
+_SAYS_WHICH = ("exaone4", "olmo3")
+"""The conversion writes which of their layers have windows."""
+
+
+def size_of(config: dict[str, Any], name: str) -> Any:
+    """Return a size by Llama's name for it."""
+    return next((config[its] for its in (name, *_SIZES.get(name, ())) if config.get(its) is not None), None)
+
+
+def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the keys of a config.json."""
+    model_type = config["model_type"]
+    hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(size_of(config, "num_hidden_layers"))
+    writer.add_head_count(heads)
+    writer.add_context_length(size_of(config, "max_position_embeddings") or hidden)
+    writer.add_feed_forward_length(size_of(config, "intermediate_size") or 4 * hidden)
+    for name in _EPS:
+        if name in config or (name == "layer_norm_eps" and model_type in ("mpt", "olmo")):
+            add = writer.add_layer_norm_rms_eps if name == "rms_norm_eps" else writer.add_layer_norm_eps
+            add(config.get(name, 1e-5))
+    for name, key in (_FACTORS | _MIXTURE).items():
+        value = config.get(name)
+        if isinstance(value, list):
+            value = value[0]
+        if value is not None and not (name == "num_experts" and "moe_num_experts" in config):
+            getattr(writer, f"add_{key}")(value)
+    if model_type in ("glm4_moe", "dots1", "minimax_m2"):
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if model_type in ("glm4_moe", "dots1"):
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if model_type in ("gpt_oss", "minimax_m2"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if model_type in _WITH_WINDOWS and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+        if model_type in _SAYS_WHICH:
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if model_type == "mpt":
+        writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
+        if config["attn_config"]["clip_qkv"] is not None:
+            writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
+    if model_type == "gpt_bigcode":
+        writer.add_head_count_kv(1)
+    if model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
+        _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
+
+
+def _add_rotary(writer: GGUFWriter, config: dict[str, Any], head_size: int) -> None:
+    if "num_key_value_heads" in config:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    rope = config.get("rope_parameters", {})
+    local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(config.get("rotary_dim") or int(head_size * factor))
+    if "head_dim" in config:
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "rope_theta" in local:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    kind = rope["rope_type"]
+    if kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        for name in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+    if kind == "llama3":
+        waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_size, 2) / head_size)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        context = rope["original_max_position_embeddings"]
+        smooth = (context / waves - low) / (high - low)
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        factors = np.where(waves < context / high, 1, np.where(waves > context / low, rope["factor"], between))
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
