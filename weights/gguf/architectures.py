@@ -19,9 +19,14 @@ from gptserve.weights.gguf.rope import head_size, rope_fields
 from gptserve.weights.stored_tensor import StoredTensor
 
 ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES}
-"""By general.architecture; some have a variant with experts or windows."""
-_VARIANTS = {"experts": "expert_count", "windows": "attention.sliding_window"}
+"""By general.architecture; some have variants."""
+_VARIANTS = {
+    "experts": "expert_count",
+    "windows": "attention.sliding_window",
+    "temperatures": "attention.temperature_scale",
+}
 """The keys that files of a variant have."""
+_NORM_OF_VARIANT = "blk.0.attn_norm_2.weight"
 MAX_TENSORS = 2**18
 """Each expert's counts."""
 _UNREAD_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -36,8 +41,9 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
         raise UnsupportedModelError(
             f"{header.path}: general.architecture {shown(name)} is not supported; GGUF files of {names} are served"
         )
-    for kind, key in _VARIANTS.items():
-        if header.keys.get(f"{name}.{key}") and f"{name} with {kind}" in ARCHITECTURES:
+    kinds = [kind for kind, key in _VARIANTS.items() if header.keys.get(f"{name}.{key}")]
+    for kind in kinds + ["norms"] * (_NORM_OF_VARIANT in header.tensors):
+        if f"{name} with {kind}" in ARCHITECTURES:
             return name, ARCHITECTURES[f"{name} with {kind}"]
     return name, ARCHITECTURES[name]
 
@@ -88,7 +94,7 @@ def _stored(header: Header, keys: Keys, architecture: Architecture) -> Fields:
     if architecture.pairs_heads:
         stored |= {"paired_q_proj_heads": keys.num_heads, "paired_k_proj_heads": keys.num_kv_heads}
     if architecture.joins_heads:
-        stored["joined_query_key_value_heads"] = keys.num_heads
+        stored |= {"joined_heads": keys.num_heads, "joined_kv_heads": keys.num_kv_heads}
     if architecture.adds_one:
         stored["norms_have_one_added"] = True
     return stored

@@ -6,6 +6,7 @@ Torch-free. architectures.py reads the table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gptserve.weights.gguf.architecture import (
     LATE_NORM,
@@ -17,7 +18,7 @@ from gptserve.weights.gguf.architecture import (
     with_windows,
 )
 from gptserve.weights.gguf.keys import Fields, Keys
-from gptserve.weights.gguf.rope import rope_by_kind
+from gptserve.weights.gguf.rope import rope_by_kind, rope_fields
 
 _NORMS_AROUND = LATE_NORM | {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _OLMO2 = LATE_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
@@ -83,9 +84,20 @@ _MPT = {
 
 
 def _mistral3(keys: Keys) -> Fields:
-    if keys.get("attention.temperature_scale"):
-        raise keys.fault("attention.temperature_scale", "absent: scales that grow with positions are not read")
     return silu(keys) | {"sliding_window": None}
+
+
+def _ministral3(keys: Keys) -> Fields:
+    rope = rope_fields(keys)
+    scaling = {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope}
+    scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+    return _mistral3(keys) | {"rope_parameters": scaling}
+
+
+def _falcon(keys: Keys) -> Fields:
+    is_of_40b, has_both = keys.num_kv_heads > 1, keys.has("blk.0.attn_norm_2.weight")
+    norms = {"num_ln_in_parallel_attn": 2 if has_both else 1} if is_of_40b else {}
+    return {"activation": "gelu", "multi_query": not is_of_40b, "new_decoder_architecture": is_of_40b, **norms}
 
 
 def _qwen2(keys: Keys) -> Fields:
@@ -239,9 +251,20 @@ def _seed_oss(keys: Keys) -> Fields:
     return silu(keys) | {"attention_out_bias": keys.has("blk.0.attn_output.bias")}
 
 
+_FALCON = Architecture(
+    "falcon",
+    _falcon,
+    {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    _BLOOM_OUTER,
+    _BLOOM,
+    "h",
+    eps=_GPT2_EPS,
+    joins_heads=True,
+)
 DENSE: Mapping[str, Architecture] = {
     "llama": Architecture("llama", llama, pairs_heads=True),
     "mistral3": Architecture("mistral", _mistral3, pairs_heads=True),
+    "mistral3 with temperatures": Architecture("ministral3", _ministral3, has_rotary=False, pairs_heads=True),
     "qwen2": Architecture("qwen2", _qwen2),
     "qwen2vl": Architecture("qwen2", _qwen2),
     "qwen3": Architecture("qwen3", _qwen3),
@@ -291,5 +314,7 @@ DENSE: Mapping[str, Architecture] = {
         has_rotary=False,
         joins_heads=True,
     ),
+    "falcon": _FALCON,
+    "falcon with norms": replace(_FALCON, layer=_FALCON.layer | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}),
     "mpt": Architecture("mpt", _mpt, _MPT_SIZES, _MPT_OUTER, _MPT, "blocks", eps=_GPT2_EPS, has_rotary=False),
 }

@@ -63,10 +63,11 @@ def rope_by_kind(keys: Keys) -> Fields:
 def _yarn(keys: Keys, factor: float) -> Fields:
     """Return the scaling as YaRN has it. Raises InvalidConfigError for settings that are not read."""
     keys.only("rope.scaling.yarn_ext_factor", 1.0, "in all published files")
-    keys.only("rope.scaling.yarn_log_multiplier", 0.0, "in all files that are read")
     names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
     more = {name: keys.number(f"rope.scaling.{key}") for name, key in names.items() if keys.get(f"rope.scaling.{key}")}
     context = keys.size("rope.scaling.original_context_length", keys.size("context_length"))
+    if all_dims := keys.number("rope.scaling.yarn_log_multiplier", 0.0):
+        more |= {"mscale": 1.0, "mscale_all_dim": all_dims}
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context, **more}
 
 

@@ -27,14 +27,14 @@ class Gguf:
     """The StoredType of weights of one type of tensor, whose names have a part with this ending.
 
     `num_heads` is above 0 where rows are in another order: those of each head in pairs of neighbours, to be halves
-    apart; or, if `is_fused`, all queries, then all keys, then all values, to be head by head. `offset` is what was
-    added to the values.
+    apart; or, with `num_kv_heads`, all queries, then all keys, then all values, to be one key head after another, each
+    behind its queries. `offset` is what was added to the values.
     """
 
     type_name: str
     ending: str = ""
     num_heads: int = 0
-    is_fused: bool = False
+    num_kv_heads: int = 0
     offset: float = 0.0
 
     @property
@@ -50,8 +50,9 @@ class Gguf:
         )
 
     def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
-        if self.num_heads and shape[0] % self.num_heads:
-            raise UnfitError(f"has rows of {self.num_heads} heads")
+        num = self.num_heads + 2 * self.num_kv_heads
+        if num and (shape[0] % num or (self.num_kv_heads and self.num_heads % self.num_kv_heads)):
+            raise UnfitError(f"has rows of {num} heads")
         return {found.own: Expected(shape, (self.type_name,))}
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
@@ -65,10 +66,13 @@ class Gguf:
 
         if not self.num_heads:
             return rows
-        row, size = torch.arange(rows.start, rows.stop), num_rows // self.num_heads
+        row, size = torch.arange(rows.start, rows.stop), num_rows // (self.num_heads + 2 * self.num_kv_heads)
         head, place = row // size, row % size
-        if self.is_fused:
-            return place // (size // 3) * (num_rows // 3) + head * (size // 3) + place % (size // 3)
+        if self.num_kv_heads:
+            num = self.num_heads // self.num_kv_heads  # queries of a group
+            group, number = head // (num + 2), head % (num + 2)
+            of_keys = self.num_heads + (number - num) * self.num_kv_heads + group
+            return torch.where(number < num, group * num + number, of_keys) * size + place
         half = size // 2
         return head * size + place % half * 2 + place // half
 
@@ -124,13 +128,13 @@ def _values(type_name: str, data: Tensor, shape: Shape) -> Tensor:
 def read_gguf(section: RawConfig) -> tuple[Gguf | GgufHalves, ...]:
     """Return the types of all tensors: those of queries, keys and norms first, if theirs differ."""
     heads = {name: section.size(f"paired_{name}_heads", default=0) for name in ("q_proj", "k_proj")}
-    num_fused = section.size("joined_query_key_value_heads", default=0)
+    joined = section.size("joined_heads", default=0), section.size("joined_kv_heads", default=0)
     offset = 1.0 if section.boolean("norms_have_one_added", default=False) else 0.0
     names = section.value("types")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in BLOCKS for name in names):
         raise section.error("types", f"a list of {', '.join(BLOCKS)}")
     special = [Gguf(name, ending, num) for ending, num in heads.items() if num for name in names]
-    special += [Gguf(name, "query_key_value", num_fused, is_fused=True) for name in names if num_fused]
+    special += [Gguf(name, "query_key_value", *joined) for name in names if all(joined)]
     special += [Gguf(name, "norm", offset=offset) for name in names if name in FLOATS and offset]
     halves = [GgufHalves((a, b), endings) for endings in HALVES for a, b in product(names, names)]
     return (*special, *(Gguf(name) for name in names), *halves)

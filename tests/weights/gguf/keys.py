@@ -12,6 +12,8 @@ ARCHITECTURES = {
     "gpt_bigcode": MODEL_ARCH.STARCODER,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
     "bloom": MODEL_ARCH.BLOOM,
+    "falcon": MODEL_ARCH.FALCON,
+    "ministral3": MODEL_ARCH.MISTRAL3,
     "mpt": MODEL_ARCH.MPT,
     "llama": MODEL_ARCH.LLAMA,
     "mistral": MODEL_ARCH.MISTRAL3,
@@ -57,7 +59,7 @@ _SIZES = {
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len"),
-    "intermediate_size": ("n_inner",),
+    "intermediate_size": ("n_inner", "ffn_hidden_size"),
 }
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _FACTORS = {"attention_multiplier": "attention_scale", "embedding_multiplier": "embedding_scale"} | {
@@ -139,7 +141,9 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_rotary(writer: GGUFWriter, config: dict[str, Any], head_size: int) -> None:
-    if "num_key_value_heads" in config:
+    if config["model_type"] == "falcon":
+        writer.add_head_count_kv(config["num_kv_heads"] if config["new_decoder_architecture"] else 1)
+    elif "num_key_value_heads" in config:
         writer.add_head_count_kv(config["num_key_value_heads"])
     rope = config.get("rope_parameters", {})
     local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
@@ -161,6 +165,9 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], head_size: int) -> N
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        if config["model_type"] == "ministral3":
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         for name in ("short", "long"):

@@ -35,8 +35,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         name: SHAPES[name]
         for name in (
             *("GPT-2", "GPT-NeoX", "GPT-NeoX, sequential, all rotary, no bias", "GPTBigCode, one KV head"),
-            *("BLOOM, six heads", "MPT", "MPT, six heads, clipped", "Phi"),
-            *("Llama", "Llama, biases, own head size, tied", "Llama, linear scaling", "Mistral without a window"),
+            *("Falcon 7B", "Falcon 11B", "BLOOM, six heads", "MPT", "MPT, six heads, clipped", "Phi"),
+            *(
+                "Llama",
+                "Llama, biases, own head size, tied",
+                "Llama, linear scaling",
+                "Mistral without a window",
+                "Ministral 3, YaRN",
+            ),
             *("Qwen2", "Qwen2, YaRN, past its first context", "Qwen3", "Gemma", "SmolLM3", "Arcee"),
             *("OLMo, clipped", "OLMo 2", "OLMo 3, past its window", "OLMoE"),
             *("StableLM", "StableLM, parallel, biases", "Command R", "Command R7B, past its window"),
@@ -50,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {**SHAPES["gpt-oss, past its window"][1], "swiglu_limit": 7.0}),
     "dots.llm1": ("dots1", {**SHAPES["dots.llm1"][1], "sliding_window": None}),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", {**SHAPES["ERNIE 4.5 MoE"][1], "moe_layer_end_index": -1}),
+    "Falcon 40B": ("falcon", {**SHAPES["Falcon 40B"][1], "bias": False}),
     "Hunyuan": ("hunyuan_v1_dense", {**SHAPES["Hunyuan"][1], **_PLAIN}),
     "Hunyuan MoE": ("hunyuan_v1_moe", {**SHAPES["Hunyuan MoE"][1], "moe_topk": [2, 2]}),
     "Llama 3.1": (
@@ -140,11 +147,6 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         {"nextn_predict_layers": 2},
         "glm4moe.nextn_predict_layers must be an integer in [0, 2), got 2",
     ),
-    "scales by position": (
-        "Mistral without a window",
-        {"attention.temperature_scale": 0.1},
-        "mistral3.attention.temperature_scale must be absent: scales that grow with positions are not read, got 0.1",
-    ),
     "rows for images": (
         "GLM 4 of 2025",
         {"rope.dimension_sections": [8, 4, 4, 0]},
@@ -162,8 +164,8 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
     ),
     "another YaRN": (
         "Qwen2, YaRN, past its first context",
-        {"rope.scaling.yarn_log_multiplier": 0.1},
-        "qwen2.rope.scaling.yarn_log_multiplier must be 0.0, as in all files that are read, got 0.1",
+        {"rope.scaling.yarn_ext_factor": 0.5},
+        "qwen2.rope.scaling.yarn_ext_factor must be 1.0, as in all published files, got 0.5",
     ),
     "another scaling": (
         "Llama, linear scaling",

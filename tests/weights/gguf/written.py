@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 from tests.weights.gguf.keys import ARCHITECTURES, add_keys, size_of
 
-FUSED = ("bloom", "gpt_neox")
+FUSED = ("bloom", "gpt_neox", "falcon")
 """Those of which the conversion parts queries, keys and values of all heads."""
-PAIRED = ("llama", "mistral", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe")
+PAIRED = ("llama", "mistral", "ministral3", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe")
 """Those of which the conversion puts rows of queries and keys in pairs."""
 ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron")
 """Those of which the conversion adds one to the weights of norms."""
@@ -35,7 +35,11 @@ def _pieces(config: dict[str, Any], name: str, num_rows: int) -> Pieces:
         return [(name, rows.reshape(heads, 2, -1).swapaxes(1, 2).ravel())]
     if model_type in FUSED and ".query_key_value." in name:
         heads = size_of(config, "num_attention_heads")
-        return [(name, rows.reshape(heads, 3, -1).swapaxes(0, 1).ravel())]
+        groups = (
+            heads if model_type != "falcon" else config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+        )
+        parts = np.split(rows.reshape(groups, heads // groups + 2, -1), [-2, -1], axis=1)
+        return [(name, np.concatenate([part.ravel() for part in parts]))]
     if model_type == "gpt_oss" and "gate_up_proj" in name:
         kind = "bias" if name.endswith("bias") else "weight"
         stem = name.partition("gate_up_proj")[0]
