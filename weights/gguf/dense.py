@@ -315,6 +315,6 @@ DENSE: Mapping[str, Architecture] = {
         joins_heads=True,
     ),
     "falcon": _FALCON,
-    "falcon with norms": replace(_FALCON, layer=_FALCON.layer | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}),
+    "falcon with norms": replace(_FALCON, layer=_BLOOM | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}),
     "mpt": Architecture("mpt", _mpt, _MPT_SIZES, _MPT_OUTER, _MPT, "blocks", eps=_GPT2_EPS, has_rotary=False),
 }

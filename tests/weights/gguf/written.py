@@ -35,9 +35,9 @@ def _pieces(config: dict[str, Any], name: str, num_rows: int) -> Pieces:
         return [(name, rows.reshape(heads, 2, -1).swapaxes(1, 2).ravel())]
     if model_type in FUSED and ".query_key_value." in name:
         heads = size_of(config, "num_attention_heads")
-        groups = (
-            heads if model_type != "falcon" else config["num_kv_heads"] if config["new_decoder_architecture"] else 1
-        )
+        groups = heads
+        if model_type == "falcon":
+            groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
         parts = np.split(rows.reshape(groups, heads // groups + 2, -1), [-2, -1], axis=1)
         return [(name, np.concatenate([part.ravel() for part in parts]))]
     if model_type == "gpt_oss" and "gate_up_proj" in name:
