@@ -119,7 +119,7 @@ class Checkpoint:
             return part.type.cut(tensors, start, end)
         if part.type is PLAIN:
             (values,) = tensors.values()
-            values = values.t() if source.transpose else values
+            values = values.t() if source.transpose else values.flatten() if source.is_flat else values
         else:
             try:
                 values = _unpack(part.type, part.shape if source.entry is None else part.shape[1:], tensors, dtype)

@@ -137,8 +137,11 @@ class ModelConfig:
     attn_out_bias: bool = True
     qkv_clip: float | None = None
     """Queries, keys and values are clamped to [-qkv_clip, qkv_clip]."""
-    qk_norm: Literal["head", "projection"] | None = None
-    """A norm of queries and keys, before their rotation: of each head alone, or of all heads as one vector."""
+    qk_norm: Literal["head", "own", "projection"] | None = None
+    """A norm of queries and keys, before their rotation: of each head alone, or of all heads as one vector.
+
+    "head" has the same weights for all heads; "own" has others for each, and no bias.
+    """
     qk_norm_after_rotation: bool = False
     """That norm comes after the rotation."""
     attention_sinks: bool = False

@@ -61,7 +61,9 @@ class Attention:
         self._clip, self._qk_norm, self._backend = config.qkv_clip, config.qk_norm, backend
         self._norm_is_last = config.qk_norm_after_rotation
         self._rotate_and_write = None if self._norm_is_last else source.operations.rotate_and_write
-        self._norms = [take_norm(config, source, f"{name}.{part}_norm") for part in "qk"] if config.qk_norm else []
+        own_size = config.layers[layer].head_size if config.qk_norm == "own" else None
+        parts = "qk" if config.qk_norm else ""
+        self._norms = [take_norm(config, source, f"{name}.{part}_norm", own_size=own_size) for part in parts]
         sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
         self._spec = attention_spec(config, config.layers[layer], device, sinks)
         source.attentions.append(self._spec)
@@ -82,14 +84,14 @@ class Attention:
         heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
         q_THD, k_TGD, v_TGD = heads_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if not self._norm_is_last:
-            normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm == "head")
+            normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm != "projection")
         if rotation is not None and self._rotate_and_write is not None:
             self._rotate_and_write(heads_THD, rotation, cache_2NGBD, metadata.slots_T)
         else:
             if rotation is not None:
                 rotate_(heads_THD[:, : -spec.num_kv_heads], rotation)
             if self._norm_is_last:
-                normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm == "head")
+                normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm != "projection")
             self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
 

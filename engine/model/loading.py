@@ -53,10 +53,17 @@ class StreamedTensors:
         self._tensors = iter(())
 
 
-def take_norm(config: ModelConfig, source: StreamedTensors, name: str, scale: float = 1.0) -> Norm:
-    """Return the norm of this name, multiplied by `scale`: its weights are, exactly for powers of 2."""
+def take_norm(
+    config: ModelConfig, source: StreamedTensors, name: str, scale: float = 1.0, own_size: int | None = None
+) -> Norm:
+    """Return the norm of this name, multiplied by `scale`: its weights are, exactly for powers of 2.
+
+    With `own_size` it is one of vectors of this size, which have weights of their own.
+    """
     weight = source.take(f"{name}.weight") if config.norm_weight else None
-    bias = source.take(f"{name}.bias") if config.norm_bias else None
+    bias = source.take(f"{name}.bias") if config.norm_bias and own_size is None else None
+    if weight is not None and own_size is not None:
+        weight = weight.view(-1, own_size)
     if weight is not None and config.norm == "rmsnorm":
         weight = weight.float() + config.norm_weight_offset
     elif weight is not None and config.norm_weight_offset:

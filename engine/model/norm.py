@@ -17,7 +17,9 @@ from gptserve.weights import config
 
 def normalize_by_torch(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     """Return the norm of x, added to residual if given."""
-    if norm.kind == "layernorm":
+    if norm.kind == "layernorm" and norm.weight is not None and norm.has_own_weights:
+        y = (functional.layer_norm(x.float(), x.shape[-1:], eps=norm.eps) * norm.weight).to(x.dtype)
+    elif norm.kind == "layernorm":
         y = functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     else:
         wide = x.float()
@@ -28,7 +30,7 @@ def normalize_by_torch(x: Tensor, norm: Norm, residual: Tensor | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm with the weight and the bias that it has.
+    """A norm with the weight and the bias that it has. With a weight [X, D] it is of [T, X, D], and has no bias.
 
     - layernorm: layer normalisation (Ba et al. 2016, equation 4)
     - rmsnorm: root mean square normalisation (Zhang and Sennrich 2019, equation 4); its weight is in fp32
@@ -39,6 +41,11 @@ class Norm:
     bias: Tensor | None
     eps: float
     normalize: Callable[[Tensor, Norm, Tensor | None], Tensor] = normalize_by_torch
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether each of the X vectors of a row has weights of its own."""
+        return self.weight is not None and self.weight.dim() == 2
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the norm of x, added to residual if given."""

@@ -342,6 +342,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {**_LLAMA, "use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
     ),
+    "StableLM 2 12B": ("stablelm", {**_LLAMA, "use_parallel_residual": True, "qk_layernorm": True}),
     "Gemma 3 that sees, past its window": (
         "gemma3",
         {
@@ -375,6 +376,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Command R": ("cohere", {**_LLAMA, "pad_token_id": 0, "logit_scale": 0.25}),
+    "Command R+": ("cohere", {**_LLAMA, "pad_token_id": 0, "use_qk_norm": True}),
     "Command R7B, past its window": (
         "cohere2",
         {**_DEEP, "head_dim": 16, "pad_token_id": 0, "sliding_window": 11, "logit_scale": 0.3},

@@ -1,5 +1,5 @@
-"""Command R: attention and feed-forward side by side after one LayerNorm, scaled logits. Command R7B and A: windows on
-three layers of four, and positions on these alone.
+"""Command R: attention and feed-forward side by side after one LayerNorm, scaled logits. Command R+ has norms of heads,
+too, each with weights of its own, Command R7B and A windows on three layers of four, and positions on these alone.
 
 Cohere, "Command A: An Enterprise-Ready Large Language Model" (2025).
 """
@@ -30,8 +30,8 @@ AS_PUBLISHED: dict[str, object] = {
 
 def _read_cohere(raw: RawConfig) -> ModelConfig:
     raw.default(rope_theta=500_000.0)
-    raw.forbid("use_qk_norm", False, "normalised queries and keys, as Command R+ has them, are not supported")
-    return _read_shared(raw)
+    has_norms = raw.boolean("use_qk_norm", default=False)
+    return replace(_read_shared(raw), qk_norm="own" if has_norms else None)
 
 
 def _read_cohere2(raw: RawConfig) -> ModelConfig:

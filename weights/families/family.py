@@ -10,9 +10,10 @@ layer; linears are [out, in]):
     embed_norm, final_norm
     head                 [vocab, embed]
     blocks.{i}.
-        attn_norm, attn_output_norm, ffn_norm, ffn_output_norm, q_norm, k_norm
+        attn_norm, attn_output_norm, ffn_norm, ffn_output_norm
         qkv              [(H + 2G) * D, hidden]: all query heads, then all key heads, then all value heads
         sinks            [H]
+        q_norm, k_norm   [D] and [D], or [H * D] and [G * D]
         attn_out         [hidden, H * D]
         ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
         ffn_down         [hidden, ffn]
@@ -23,6 +24,7 @@ layer; linears are [out, in]):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -50,13 +52,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The steps to one canonical tensor: transpose each part if asked, join the parts along rows, choose the rows.
+    """The steps to one canonical tensor: transpose or flatten each part if asked, join the parts, choose the rows.
 
     parts are (name in the file, shape in the file). entry, if given, selects that entry of each part's first dimension:
     one expert of all that are stored as one tensor. row_order, if given, lists the joined row for each canonical row:
     a fused projection may be stored with its heads interleaved, and a rank may have some of the rows. columns, if
     given, are the start and end of those that it has. is_zero: it has zeros, since another rank has the values.
-    is_wide: it stays in fp32, whatever the dtype of computation.
+    is_wide: it stays in fp32, whatever the dtype of computation. is_flat: of each part all numbers are rows.
     """
 
     parts: tuple[tuple[str, Shape], ...]
@@ -66,12 +68,14 @@ class Source:
     columns: tuple[int, int] | None = None
     is_zero: bool = False
     is_wide: bool = False
+    is_flat: bool = False
 
     @property
     def joined_shape(self) -> Shape:
         """The shape of the joined parts."""
         shapes = [shape if self.entry is None else shape[1:] for _, shape in self.parts]
         shapes = [shape[::-1] if self.transpose else shape for shape in shapes]
+        shapes = [(math.prod(shape),) if self.is_flat else shape for shape in shapes]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property

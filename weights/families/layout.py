@@ -15,8 +15,8 @@ from gptserve.weights.families.family import MAX_LAYERS, Source
 Names = Mapping[str, str | tuple[str, ...]]
 """A family's table: canonical names to those in the file, both without `.weight` and `.bias`.
 
-An entry with {} stands for every block. A tuple names parts that the file has apart: query, key and value, or gate and
-up.
+An entry with {} stands for every block, and {{}} for every head. A tuple names parts that the file has apart: query,
+key and value, or gate and up.
 """
 
 Part = tuple[str, int]
@@ -61,6 +61,8 @@ def _named(
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     if is_absent.get(kind):
         return {}
+    if config.qk_norm == "own" and kind in ("q_norm", "k_norm"):
+        return {f"{name}.weight": _own_norms(layer, kind, stored[0], qkv_order)}
     if kind.endswith("_norm"):
         whole = {"q_norm": num_q, "k_norm": num_kv}.get(kind, hidden)
         size = layer.head_size if config.qk_norm == "head" and kind in ("q_norm", "k_norm") else whole
@@ -85,6 +87,19 @@ def _named(
     if kind == "position" and config.position_offset:
         order = tuple(range(config.position_offset, *rows))
     return linear(name, parts, num_in, bias=bias, row_order=order, transpose=transpose)
+
+
+def _own_norms(layer: LayerConfig, kind: str, stored: str, qkv_order: RowOrder) -> Source:
+    """Return the weights of all heads: a matrix in the file or, for a name with {}, a vector of each head's number.
+
+    Queries, keys and values are stored apart, and a head's weights in the order of its dimensions.
+    """
+    start, num = (0, layer.num_heads) if kind == "q_norm" else (layer.q_size, layer.num_kv_heads)
+    size = layer.head_size
+    order = None if qkv_order is None else tuple(row - start for row in qkv_order[start : start + num * size])
+    if "{}" in stored:
+        return Source(tuple((f"{stored.format(head)}.weight", (size,)) for head in range(num)), row_order=order)
+    return Source(((f"{stored}.weight", (num, size)),), row_order=order, is_flat=True)
 
 
 @dataclass(frozen=True, slots=True)

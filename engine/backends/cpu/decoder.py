@@ -298,6 +298,11 @@ class _Writer:
         def normalize() -> None:
             if config.qk_norm is not None:
                 for part, first, count in (("q", 0, num_heads), ("k", num_heads, num_kv_heads)):
+                    if config.qk_norm == "own":
+                        for head in range(count):
+                            place = (first + head) * size, 1, size
+                            self._norm(f"{name}.{part}_norm", qkv, qkv, place, head)
+                        continue
                     vectors = (count, size) if config.qk_norm == "head" else (1, count * size)
                     self._norm(f"{name}.{part}_norm", qkv, qkv, (first * size, *vectors))
 
@@ -374,12 +379,16 @@ class _Writer:
         self.program.keep(data)
         return addressof(data)
 
-    def _norm(self, name: str, source: str, target: str, vectors: tuple[int, int, int] | None = None) -> None:
-        """Normalise whole rows, or vectors of a row: (where the first begins, how many, their width)."""
+    def _norm(
+        self, name: str, source: str, target: str, vectors: tuple[int, int, int] | None = None, own: int | None = None
+    ) -> None:
+        """Normalise whole rows, or vectors of a row: (where the first begins, how many, their width).
+
+        `own`, if given, is the number of a vector with weights of its own.
+        """
         norm = self._parts.norms[name]
-        weight, bias = (
-            None if vector is None else self._address(vector.float()) for vector in (norm.weight, norm.bias)
-        )
+        of_vector = norm.weight if own is None or norm.weight is None else norm.weight[own]
+        weight, bias = (None if vector is None else self._address(vector.float()) for vector in (of_vector, norm.bias))
         place = vectors or (0, 1, self._widths[source])
         self.program.add("norm", source, target, Norm(weight, bias, *place, norm.eps, norm.kind == "layernorm"))
 

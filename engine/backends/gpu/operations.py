@@ -58,12 +58,14 @@ class TritonOperations:
     ) -> Tensor:
         num_vectors, width = x.shape[1:-1].numel(), x.shape[-1]
         assert x.dim() in (2, 3) and x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+        assert not norm.has_own_weights or (norm.weight is not None and norm.weight.shape == x.shape[1:])
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         padded = power_of_two(width)
         self._kernels.normalize[x.shape[:-1].numel(),](
             *(x, term, total, norm.weight, norm.bias, residual, out, x.stride(0), x.stride(-2), norm.eps),
             IS_LAYERNORM=norm.kind == "layernorm",
             VECTORS=num_vectors,
+            OWN_WEIGHTS=norm.has_own_weights,
             WIDTH=width,
             PADDED=padded,
             num_warps=min(16, max(1, padded // 512)),

@@ -27,10 +27,13 @@ def normalize(
     eps,
     IS_LAYERNORM: tl.constexpr,
     VECTORS: tl.constexpr,
+    OWN_WEIGHTS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """Normalize one of the VECTORS of a row, in fp32, and add the residual to the rounded result.
+
+    They share their weights, or each has OWN_WEIGHTS.
 
     With a term, x + term is stored in `total`, and normalized.
     """
@@ -48,6 +51,8 @@ def normalize(
         wide = tl.where(is_in, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     if weight is not None:
+        if OWN_WEIGHTS:
+            weight += vector % VECTORS * WIDTH
         y *= tl.load(weight + column, is_in, other=0.0).to(tl.float32)
     if bias is not None:
         y += tl.load(bias + column, is_in, other=0.0).to(tl.float32)

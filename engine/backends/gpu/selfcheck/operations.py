@@ -161,8 +161,10 @@ def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) ->
     if model.qk_norm is not None:
         for num_heads, size in dict.fromkeys((layer.num_heads, layer.head_size) for layer in model.layers):
             heads = numbers(_ROWS[0], num_heads + 1, size)[:, 1:]
-            x = heads if model.qk_norm == "head" else heads.flatten(1)
-            found.append(_norm(model, x.shape[-1], numbers, operations)(x))
+            x = heads.flatten(1) if model.qk_norm == "projection" else heads
+            own_size = size if model.qk_norm == "own" else None
+            width = num_heads * size if own_size else x.shape[-1]
+            found.append(_norm(model, width, numbers, operations, own_size)(x))
     return torch.cat([y.flatten() for y in found])
 
 
@@ -197,9 +199,11 @@ def _rotate_and_write(model: ModelConfig, numbers: _Numbers, operations: Operati
     return torch.cat(found)
 
 
-def _norm(model: ModelConfig, width: int, numbers: _Numbers, operations: Operations) -> Norm:
+def _norm(
+    model: ModelConfig, width: int, numbers: _Numbers, operations: Operations, own_size: int | None = None
+) -> Norm:
     tensors = ((f"norm.{kind}", numbers(width)) for kind in ("weight", "bias"))
-    return take_norm(model, StreamedTensors(tensors, operations=operations), "norm")
+    return take_norm(model, StreamedTensors(tensors, operations=operations), "norm", own_size=own_size)
 
 
 def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:

@@ -142,6 +142,7 @@ def normalize(kernels: TritonOperations, dtype: torch.dtype, width: int) -> None
         kernels.normalize(x, norm)
         kernels.normalize(x, norm, x)
     kernels.normalize(x.view(3, 2, -1), Norm("rmsnorm", weight[: width // 2], None, 1e-5))
+    kernels.normalize(x.view(3, 2, -1), Norm("layernorm", weight.view(2, -1), None, 1e-5))
 
 
 def rotate(kernels: TritonOperations, dtype: torch.dtype, head_size: int, num_pairs: int) -> None:

@@ -47,6 +47,7 @@ OTHERS = (
     *("GLM 4 of 2025", "Arcee", "StarCoder2, past its window", "StableLM, parallel, biases"),
     *("Qwen2 MoE", "GLM 4.5, in groups", "dots.llm1", "ERNIE 4.5 MoE", "MiniMax M2", "Hunyuan MoE"),
     *("CodeGen", "Falcon 40B", "Falcon RW", "Persimmon", "Ministral 3, YaRN"),
+    *("StableLM 2 12B", "Command R+"),
 )
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -176,7 +177,8 @@ def test_norms_of_rows_and_of_strided_heads_equal_those_of_torch(kind: Kind, dty
     projection, residual = (torch.randn(3, 5, 70) * 3 + 1).to(dtype), torch.randn(3, 2, 70).to(dtype)
     weight, bias = torch.randn(70), torch.randn(70).to(dtype)
     both = (weight, None) if kind == "rmsnorm" else (weight.to(dtype), bias)
-    for parameters in ((None, None), both):
+    of_each = torch.randn(2, 70).to(weight.dtype if kind == "rmsnorm" else dtype)
+    for parameters in ((None, None), both, (of_each, None)):
         for added in (None, residual):
             expected = normalize_by_torch(projection[:, 1:3], Norm(kind, *parameters, 0.1), added)
             its_parameters = (None if x is None else x.to(DEVICE) for x in parameters)
