@@ -6,6 +6,7 @@ A new family is one file that makes a Family, and one line in FAMILIES. Torch-fr
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from gptserve.weights.config import ModelConfig
@@ -50,6 +51,7 @@ from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from gptserve.weights.families.refused import WHY_REFUSED
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
@@ -91,28 +93,6 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-ENCODERS = (
-    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "longformer"),
-    *("modernbert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"),
-)
-ENCODER_DECODERS = ("bart", "led", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper")
-WITH_IMAGES = (
-    *("blip-2", "idefics", "idefics2", "idefics3", "internvl", "llama4", "llava", "llava_next"),
-    *("mllama", "paligemma", "pixtral", "smolvlm"),
-)
-WHY_REFUSED = {
-    ENCODERS: (
-        "is an encoder: it reads text in both directions and cannot continue it; to embed or classify with it, use "
-        "sentence-transformers or text-embeddings-inference"
-    ),
-    ENCODER_DECODERS: (
-        "is an encoder-decoder: it rewrites one text as another and cannot continue it; use transformers for it"
-    ),
-    WITH_IMAGES: (
-        "reads images beside text, and only text is read here; use a text model of its lineage, or a server for images"
-    ),
-}
-
 
 def find_family(model_type: str) -> Family:
     """Return the family of a model_type; raise UnsupportedModelError with the reason if there is none."""
@@ -137,7 +117,7 @@ def open_config(folder: Path) -> tuple[RawConfig, Family]:
     """
     raw = read_raw_config(folder)
     model_type = _model_type(raw)
-    if "auto_map" in raw and model_type not in FAMILIES:
+    if "auto_map" in raw and model_type not in {*FAMILIES, *chain.from_iterable(WHY_REFUSED)}:
         raise UnsupportedModelError(
             f"{shown(model_type)} brings its own code (config.json: auto_map), which is never run; use a checkpoint in "
             "the format of transformers' own models, if there is one"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
 from gptserve.weights.families import FAMILIES, find_family, load_config
+from gptserve.weights.families.refused import WHY_REFUSED
 from gptserve.weights.quantized import METHODS
 from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
@@ -44,6 +45,16 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ("t5", "t5 is an encoder-decoder: .* cannot continue it; use transformers for it"),
         ("llava", "llava reads images beside text, and only text is read here; use a text model of its lineage"),
         ("paligemma", "paligemma reads images beside text"),
+        (
+            "deepseek_v3",
+            r"deepseek_v3 has latent attention \(MLA\), whose keys and values are one vector for all heads",
+        ),
+        ("qwen3_next", "qwen3_next has layers that keep a state in place of keys and values, as Mamba, convolutions"),
+        ("gemma4", "gemma4 has layers that share keys and values or have embeddings of their own"),
+        ("apertus", r"apertus has an activation with two learnt numbers in each layer \(xIELU\)"),
+        ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
+        ("bitnet", "bitnet has ternary weights, and norms inside attention and feed-forward"),
+        ("RefinedWebModel", "RefinedWebModel is Falcon in the format of its own code: use its present files, whose"),
         ("mamba\n", r"config\.json: model_type 'mamba\\n' is not supported"),
     ],
 )
@@ -54,10 +65,18 @@ def test_other_models_are_refused_with_the_reason_and_what_is_served(model_type:
         find_family(model_type)
 
 
+def test_no_model_is_both_served_and_refused() -> None:
+    refused = [model_type for model_types in WHY_REFUSED for model_type in model_types]
+    assert len(set(refused)) == len(refused)
+    assert not FAMILIES.keys() & set(refused)
+
+
 def test_a_model_with_code_of_its_own_is_refused_and_one_that_is_known_is_served(tmp_path: Path) -> None:
     code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
     with pytest.raises(UnsupportedModelError, match=r"^'chatglm' brings its own code .* which is never run; use"):
         load(tmp_path, model_type="chatglm", auto_map=code)
+    with pytest.raises(UnsupportedModelError, match=r"^deepseek_v3 has latent attention"):
+        load(tmp_path, model_type="deepseek_v3", auto_map=code)
     assert load(tmp_path, auto_map=code).model_type == "gpt2"
 
 
