@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import IO, cast
 
 from gptserve.server.cli.errors import CommandError
@@ -27,21 +27,37 @@ def started_server(
 
     `show` gets the lines of its log. SIGTERM ends the block as Ctrl-C does, so that the server ends, too.
     """
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     command = [sys.executable, "-P", "-c", _MAIN, "serve", *arguments, *_FLAGS]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        stderr = cast(IO[str], process.stderr)
-        reader = threading.Thread(target=_pass_on, args=(stderr, show))  # a full pipe would stop the server
-        try:
-            url = _wait_until_ready(stderr, show)
-            with _signals_blocked():  # else the thread takes those that the main thread blocks
-                reader.start()
-            yield url
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-            process.terminate()
-            if reader.is_alive():
-                reader.join()
+    with ExitStack() as stack:
+        with _signals_held():
+            process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
+            stderr = cast(IO[str], process.stderr)
+            reader = threading.Thread(target=_pass_on, args=(stderr, show))  # a full pipe would stop the server
+            stack.callback(lambda: reader.join() if reader.is_alive() else None)
+            stack.callback(process.terminate)
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        url = _wait_until_ready(stderr, show)
+        with _signals_blocked():  # else the thread takes those that the main thread blocks
+            reader.start()
+        yield url
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Raise KeyboardInterrupt for ENDING_SIGNALS at the end of the block, and not within it.
+
+    A process that is started within it is known to the caller when one is raised. It does not inherit this, as it would
+    a blocked signal.
+    """
+    held: list[int] = []
+    previous = {number: signal.signal(number, lambda which, _: held.append(which)) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import psutil
 import pytest
 
+from gptserve.server.cli.launch import ENDING_SIGNALS, started_server
 from tests.server.serving import LIMIT_S, MAIN, ROOT
 
 LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
@@ -52,3 +54,28 @@ def test_a_signal_ends_the_command_and_its_server(name: str) -> None:
 
     assert (process.returncode, err) == (130, "")
     assert left_of(process.pid) == []
+
+
+@pytest.mark.parametrize("number", sorted(ENDING_SIGNALS))
+def test_a_signal_while_the_server_is_being_started_ends_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives when there is a process, and before anybody holds it."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(1000)"], **options)
+            started.append(self)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    before = {ending: signal.getsignal(ending) for ending in ENDING_SIGNALS}
+    try:
+        with pytest.raises(KeyboardInterrupt), started_server(environment=None, show=print):
+            pytest.fail("the server is ready")
+        assert [process.returncode for process in started] == [-signal.SIGTERM]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+    assert {ending: signal.getsignal(ending) for ending in ENDING_SIGNALS} == before
