@@ -44,7 +44,7 @@ from gptserve.server.core.settings import ServerSettings
 from gptserve.server.files.files import FileLimits, Files
 from gptserve.server.files.store import FileStore
 from gptserve.server.http.application import Application
-from gptserve.server.http.envelope import RequestEnvelope, report
+from gptserve.server.http.envelope import TOLD_HEADERS, RequestEnvelope, report
 from gptserve.server.http.hosts import HostGuard
 from gptserve.server.http.root_path import RootPath
 from gptserve.server.jobs.background import BackgroundJobs
@@ -153,7 +153,7 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "x-gptserve-ignored", "x-gptserve-max-tokens", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", *TOLD_HEADERS],
         )
     ]
 

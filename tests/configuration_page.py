@@ -51,7 +51,7 @@ OTHERS = """
 
 | Variable | Read by | Meaning |
 |---|---|---|
-| `GPTSERVE_URL` | `gptserve chat`, `complete` | URL of the server to ask (default: this machine at `GPTSERVE_PORT`) |
+| `GPTSERVE_URL` | `gptserve chat`, `complete` | URLs to ask, with commas (default: this machine at `GPTSERVE_PORT`) |
 | `HF_HUB_OFFLINE` | the hub's library | 1: use only models that are in the cache |
 | `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME` and others | OpenTelemetry | keys, names and sampling of traces |
 | `SSL_CERT_FILE` | `gptserve chat`, `complete` | certificates to trust |

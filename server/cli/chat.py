@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.remote import Piece, Remote
+from gptserve.server.cli.replicas import Replicas
 from gptserve.server.cli.terminal import visible
 
 HELP = """\
@@ -29,7 +30,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 class Chat:
     """A conversation. `system` is the system prompt, `turns` are the other messages: questions and answers in turn."""
 
-    def __init__(self, remote: Remote, asked: Mapping[str, object], system: str | None) -> None:
+    def __init__(self, remote: Remote | Replicas, asked: Mapping[str, object], system: str | None) -> None:
         self._remote = remote
         self._asked = asked
         self.system = system

@@ -7,10 +7,11 @@ from typing import Any
 
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.replicas import Replicas
 from gptserve.server.cli.terminal import ctrl_c_kills
 
 
-def ask_server(remote: Remote, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
+def ask_server(remote: Remote | Replicas, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
     """Return the text of a completion, as it comes, from a running server; `asked` are fields of the request."""
     return (piece.text for piece in remote.stream("/v1/completions", {"prompt": prompt, **asked}))
 

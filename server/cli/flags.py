@@ -83,6 +83,8 @@ def add_server_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--url",
         type=TEXT,
-        help="URL of the server (default: the variable GPTSERVE_URL, else this machine at port GPTSERVE_PORT or 8000)",
+        action="append",
+        help="URL of the server (default: the variable GPTSERVE_URL, else this machine at port GPTSERVE_PORT or 8000); "
+        "repeat it for servers with the same model, and an answer goes on at the next one when its server is lost",
     )
     parser.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")

@@ -25,11 +25,12 @@ from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, NAMES_FLAG, SEVERAL_NAMES, add_flags, add_server_flags
 from gptserve.server.cli.input_text import STDIN, read_text
 from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.replicas import Replicas
 from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.core.keys import KEY_RULE, is_key
 from gptserve.server.core.settings import ServerSettings, SettingsError
-from gptserve.server.core.settings_sources import client_url, injected_variables, load_settings, suggestion
+from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1
@@ -322,16 +323,16 @@ def _chat(options: argparse.Namespace) -> int:
     return 0
 
 
-def _remote(options: argparse.Namespace) -> Remote:
-    """Return the server that the flags or the environment name."""
-    url = options.url
+def _remote(options: argparse.Namespace) -> Remote | Replicas:
+    """Return the server that the flags or the environment name, or all of them."""
     key = os.environ.get("GPTSERVE_API_KEY") or None if options.api_key is None else options.api_key
     if key is not None and not is_key(key):
         raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
-    url = client_url(os.environ) if url is None else url
-    if not re.match("https?://[^/]", url):
-        raise SettingsError(f"the URL of the server must begin with http:// or https:// and a host, got {url!r}")
-    return Remote(url, key)
+    urls = options.url or client_urls(os.environ)
+    for url in urls:
+        if not re.match("https?://[^/]", url):
+            raise SettingsError(f"the URL of the server must begin with http:// or https:// and a host, got {url!r}")
+    return Remote(urls[0], key) if len(urls) == 1 else Replicas(urls, key)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A running server, asked over HTTP by `gptserve complete`, `chat` and `bench`.
+"""A running server, asked over HTTP by `gptserve complete` and `chat`; `replicas.py` asks one of several.
 
 The server may be another than gptserve, and broken: what it sends is checked here.
 """
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_LINE_BYTES = 2**20  # an event has a few tokens
+ID_HEADER = "x-gptserve-completion-id"
+KEY_HEADER, LAST_EVENT_HEADER = "idempotency-key", "last-event-id"
+NO_CONTENT = 204
+# Statuses with which another server may do better: it knows more, has room, or is there.
+_ELSEWHERE = frozenset({404, 408, 429, 502, 503, 504})
+
+
+class LostServerError(CommandError):
+    """The server is gone, or says that it cannot answer now; another one may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +37,30 @@ class Piece:
     finish_reason: object
 
 
-class Remote:
-    """The server at a URL, with or without /v1 at its end. Whatever goes wrong is a CommandError."""
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A part of a stream: what it adds, one piece a choice, and what it says of the answer, null where it is silent.
 
-    def __init__(self, url: str, key: str | None) -> None:
+    The first one is the head of the response, which adds nothing. `event_id` says what its reader then has.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    event_id: str | None = None
+    completion_id: object = None
+    fingerprint: object = None
+    seed: object = None
+
+
+class Remote:
+    """The server at a URL, with or without /v1 at its end. Whatever goes wrong is a CommandError.
+
+    One that is silent for `silence_s` is lost; None waits for ever.
+    """
+
+    def __init__(self, url: str, key: str | None, silence_s: float | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._silence_s = silence_s  # a queued request may wait long for its first token
 
     def model_name(self) -> str:
         """Return the name of the model that is served."""
@@ -53,48 +80,77 @@ class Remote:
 
     def stream(self, path: str, body: Mapping[str, object]) -> Iterator[Piece]:
         """Yield the pieces of an answer until its end."""
-        with self._send("POST", path, {**body, "stream": True}) as response:
+        for event in self.events(path, body):
+            yield from event.pieces
+
+    def events(
+        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+    ) -> Iterator[Event]:
+        """Yield the events of an answer until its end."""
+        with self._send("POST", path, {**body, "stream": True}, headers) as response:
+            yield Event(completion_id=response.headers.get(ID_HEADER))
+            event_id = None
             for line in _lines(response):
-                if line.startswith(b"data:"):
+                if line.startswith(b"id:"):
+                    event_id = line.removeprefix(b"id:").strip().decode(errors="replace")
+                elif line.startswith(b"data:"):
                     data = line.removeprefix(b"data:").strip()
                     if data == b"[DONE]":
                         return
-                    yield from _pieces_of(data)
+                    yield _event_of(data, event_id)
+                    event_id = None
+            if response.status_code == NO_CONTENT:
+                return
             kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise CommandError(f"{self.url} answered with {kind or 'nothing known'} instead of events")
-        raise CommandError("the stream ended in the middle of the answer")
+        raise LostServerError("the stream ended in the middle of the answer")
+
+    def cancel(self, path: str, completion_id: str) -> None:
+        """End a completion that would go on without its client."""
+        with self._send("POST", f"{path}/{completion_id}/cancel", {}):
+            pass
 
     @contextmanager
-    def _send(self, method: str, path: str, body: Mapping[str, object] | None) -> Iterator[httpx.Response]:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[httpx.Response]:
         """Give the response with its head; also translate the errors of reading it."""
         import httpx
 
         has_begun = False
+        headers = {**self.headers, **(headers or {})}
+        # A reader that has the last event already gets no content.
+        good = (httpx.codes.OK, NO_CONTENT) if LAST_EVENT_HEADER in headers else (httpx.codes.OK,)
         try:
             with (
-                _open_client() as client,
-                client.stream(method, self.url + path, json=body, headers=self.headers) as response,
+                _open_client(self._silence_s) as client,
+                client.stream(method, self.url + path, json=body, headers=headers) as response,
             ):
-                if response.status_code != httpx.codes.OK:
-                    raise CommandError(_error_message(response.read()) or _describe_status(response))
+                if response.status_code not in good:
+                    message = _error_message(response.read()) or _describe_status(response)
+                    raise LostServerError(message) if response.status_code in _ELSEWHERE else CommandError(message)
                 has_begun = True
                 yield response
         except (httpx.RequestError, httpx.InvalidURL) as error:
             if has_begun:
-                raise CommandError(f"the connection to {self.url} was lost: {error}") from error
+                raise LostServerError(f"the connection to {self.url} was lost: {error}") from error
             hint = "is `gptserve serve` running there?"
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 hint = "SSL_CERT_FILE may name another file of certificates to trust"
-            raise CommandError(f"no answer from {self.url}: {error}; {hint}") from error
+            raise LostServerError(f"no answer from {self.url}: {error}; {hint}") from error
 
 
-def _open_client() -> httpx.Client:
+def _open_client(silence_s: float | None) -> httpx.Client:
     """Return a client that reaches this machine without the proxy of the environment."""
     import httpx
 
     direct = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
-    timeout = httpx.Timeout(10.0, read=None)  # a queued request may wait long for its first token
+    timeout = httpx.Timeout(10.0, read=silence_s)
     try:
         return httpx.Client(timeout=timeout, mounts=direct)
     except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
@@ -117,16 +173,22 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
             raise CommandError(f"the server sent a line of more than {MAX_LINE_BYTES} bytes")
 
 
-def _pieces_of(data: bytes) -> list[Piece]:
-    """Return the pieces, one for each choice. Raises CommandError for an error of the server and for odd events."""
+def _event_of(data: bytes, event_id: str | None) -> Event:
+    """Return the event with this data. Raises CommandError for an error of the server and for odd events."""
     try:
         event = json.loads(data)
         if not event.get("error") and "choices" in event:
-            return [_piece_of(choice) for choice in event["choices"]]
+            pieces = tuple(map(_piece_of, event["choices"]))
+            return Event(pieces, event_id, event.get("id"), event.get("system_fingerprint"), event.get("seed"))
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass  # one sentence for all that is odd
+    message = _error_message(data)
+    from gptserve.server.core.error_responses import codes_of  # only where it is too late for haste
+
+    if message and _error_code(data) in codes_of(503):
+        raise LostServerError(message)
     odd = f"the server sent an event that is no part of an answer: {data[:100].decode(errors='replace')!r}"
-    raise CommandError(_error_message(data) or odd)
+    raise CommandError(message or odd)
 
 
 def _piece_of(choice: Any) -> Piece:
@@ -146,6 +208,12 @@ def _error_message(body: bytes) -> str:
         return _find_message(json.loads(body))
     except (ValueError, RecursionError):
         return ""
+
+
+def _error_code(body: bytes) -> object:
+    """Return the code of gptserve's error with a message."""
+    error = json.loads(body).get("error")
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _find_message(payload: Any) -> str:

@@ -26,15 +26,19 @@ _INJECTED = re.compile(
 )
 
 
-def client_url(environment: Mapping[str, str]) -> str:
-    """Return where commands look for a server: GPTSERVE_URL, or this machine at GPTSERVE_PORT. Raises SettingsError."""
-    if url := environment.get(CLIENT_VARIABLE):
-        return url
+def client_urls(environment: Mapping[str, str]) -> list[str]:
+    """Return where commands look for servers: GPTSERVE_URL, with commas between several, or this machine at
+    GPTSERVE_PORT.
+
+    Raises SettingsError.
+    """
+    if urls := [url for url in map(str.strip, environment.get(CLIENT_VARIABLE, "").split(",")) if url]:
+        return urls
     [option] = [option for option in server_options() if option.name == "port"]
     port: object = option.default
     if option.variable in environment and option.variable not in injected_variables(environment):
         port = option.parse(environment[option.variable], option.variable)
-    return f"http://127.0.0.1:{port}"
+    return [f"http://127.0.0.1:{port}"]
 
 
 def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -> ServerSettings:

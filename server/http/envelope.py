@@ -22,7 +22,12 @@ from gptserve.server.core.metrics import NO_ROUTE, Metrics
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
 PROBES = frozenset({"/health", "/ready", "/metrics", "/playground/engine"})
 # Fields of the log line that the client is told, too, and their headers.
-_TOLD = (("ignored", b"x-gptserve-ignored"), ("max_tokens", b"x-gptserve-max-tokens"))
+_TOLD = {
+    "ignored": "x-gptserve-ignored",
+    "max_tokens": "x-gptserve-max-tokens",
+    "completion_id": "x-gptserve-completion-id",
+}
+TOLD_HEADERS = tuple(_TOLD.values())
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -66,7 +71,11 @@ class RequestEnvelope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 fields["status"] = message["status"]
-                told = [(header, str(fields[name]).encode()) for name, header in _TOLD if fields.get(name) is not None]
+                told = [
+                    (header.encode(), str(fields[name]).encode())
+                    for name, header in _TOLD.items()
+                    if fields.get(name) is not None
+                ]
                 left = self._limits.headers(scope["state"].get("owner"))
                 message["headers"] = [*message["headers"], *((name, request_id) for name in ids), *told, *left]
             await send(message)

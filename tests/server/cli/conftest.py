@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ class Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self.server.path = self.path
+        self.server.paths.append(self.path)
+        self.server.asked_with.append((self.headers["idempotency-key"], self.headers["last-event-id"]))
         self.server.authorization = self.headers["authorization"]
         status, body = self.server.answer
         self._answer(status, [body] if isinstance(body, str | bytes) else body)
@@ -64,19 +67,29 @@ class StandIn(ThreadingHTTPServer):
         self.models = '{"data": [{"id": "teller"}]}'
         self.headers = {"content-type": "text/event-stream; charset=utf-8"}
         self.asked: list[dict[str, Any]] = []
+        self.asked_with: list[tuple[str | None, str | None]] = []
+        """The key and the last event id of each request."""
         self.path = ""
+        self.paths: list[str] = []
         self.authorization: str | None = None
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-@pytest.fixture
-def server() -> Iterator[StandIn]:
+@contextlib.contextmanager
+def standing_in() -> Iterator[StandIn]:
+    """Run a stand-in server."""
     with StandIn() as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
         yield http
         http.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with standing_in() as http:
+        yield http
 
 
 @pytest.fixture

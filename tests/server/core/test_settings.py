@@ -15,7 +15,7 @@ from gptserve.server.core.settings import (
     SettingsError,
     server_options,
 )
-from gptserve.server.core.settings_sources import client_url, injected_variables, load_settings
+from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings
 from gptserve.server.core.sizes import parse_size
 from tests import configuration_page
 
@@ -286,10 +286,11 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest(variable: str, e
         ({"GPTSERVE_PORT": "tcp://10.0.0.1:8000"}, "http://127.0.0.1:8000"),
         ({"GPTSERVE_PORT": "9000", "GPTSERVE_URL": "https://h/v1"}, "https://h/v1"),
         ({"GPTSERVE_PORT": "9000", "GPTSERVE_URL": ""}, "http://127.0.0.1:9000"),
+        ({"GPTSERVE_URL": "https://h/v1, http://i:9,"}, "https://h/v1 http://i:9"),
     ],
 )
-def test_commands_find_a_server_by_its_url_or_port(environment: dict[str, str], expected: str) -> None:
-    assert client_url(environment) == expected
+def test_commands_find_servers_by_their_urls_or_a_port(environment: dict[str, str], expected: str) -> None:
+    assert client_urls(environment) == expected.split()
 
 
 def test_the_variable_of_the_commands_is_none_of_the_server() -> None:
