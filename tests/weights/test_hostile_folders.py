@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,17 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gptserve.weights.errors import WeightsError
 from gptserve.weights.workers import Workers
 from tests.parity.models import write_model
+from tests.weights.damaged_files import DAMAGED, open_weights, words
+from tests.weights.gguf.raw import File
 from tests.weights.hostile_folders import Harm, by_hand, make_workers, mutated
 from tests.weights.tiny_tokenizers import FAMILIES
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ eos_token }}"
 BY_HAND = dict(by_hand())
+DAMAGED_WORDS = Path(__file__).with_name("damaged_files.json")
 BATCH = 10
 """Folders that one test opens: a test for each would double what they take."""
 
@@ -99,6 +104,26 @@ def test_there_are_many_hostile_folders() -> None:
 )
 def test_a_hostile_folder_is_refused_or_served(workers: Workers, good: Path, tmp_path: Path, first: int) -> None:
     check(workers, good, tmp_path, dict(list(BY_HAND.items())[first : first + BATCH]))
+
+
+def test_a_damaged_file_is_refused_in_these_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    told = {}
+    for number, (name, damage) in enumerate(DAMAGED.items()):
+        (tmp_path / str(number)).mkdir()
+        path = damage(tmp_path / str(number))
+        try:
+            open_weights(path)
+        except WeightsError as fault:
+            told[name] = words(str(fault), path)
+    assert told == json.loads(DAMAGED_WORDS.read_text(encoding="utf-8"))
+
+
+def test_there_are_many_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert len(DAMAGED) >= 90
+    (tmp_path / "model.gguf").write_bytes(File().data())
+    open_weights(tmp_path / "model.gguf")  # the file without damage
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
             continue
         layer, part = f"{architecture.layers}.{found[1]}", found[2]
         if part in architecture.experts:
-            yield from _entries(f"{layer}.{architecture.experts[part]}.{kind}", tensor)
+            yield from _entries(keys, f"{layer}.{architecture.experts[part]}.{kind}", tensor)
         elif part == "attn_qkv" and part not in architecture.layer and "attn_q" in architecture.layer:
             yield from _projections(keys, layer, architecture, kind, tensor)
         else:
@@ -130,9 +130,14 @@ def _name(layer: str, part: str, kind: str, architecture: Architecture) -> str |
     return f"{layer}.{architecture.layer[part]}.{kind}" if part in architecture.layer else None
 
 
-def _entries(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+def _entries(keys: Keys, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """Yield each expert's part of a tensor; the name has {} for its number."""
-    for e in range(tensor.shape[0]):
+    num = keys.size("expert_count")
+    if tensor.shape[0] != num:
+        raise InvalidCheckpointError(
+            f"{keys.header.path}: tensor {tensor.name} must have {num} experts, got {tensor.shape[0]}"
+        )
+    for e in range(num):
         yield name.format(e), tensor.entry(e)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gptserve.weights.errors import InvalidCheckpointError, WeightsError, shown
+from gptserve.weights.errors import ChatTemplateError, InvalidCheckpointError, TokenizerError, WeightsError, shown
 from gptserve.weights.gguf.architectures import describe_config, named_tensors
 from gptserve.weights.gguf.block_sizes import BLOCKS
 from gptserve.weights.gguf.reader import Header, read_header
@@ -73,7 +73,7 @@ def parts_of(name: str) -> list[str]:
         return [name]
     num = int(found[3])
     if not 1 <= num <= MAX_FILES:
-        raise InvalidCheckpointError(f"{name} must be one of at most {MAX_FILES} parts, got {num}")
+        raise InvalidCheckpointError(f"{name} must be one of 1 to {MAX_FILES} parts, got {num}")
     return [f"{found[1]}-{i:05}-of-{found[3]}{SUFFIX}" for i in range(1, num + 1)]
 
 
@@ -127,6 +127,8 @@ def _parts(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in parts_of(path.name)]
     for part in parts:
         if not part.is_file():
+            if part == path:
+                raise InvalidCheckpointError(f"{path} must be a file")
             raise InvalidCheckpointError(f"{path} is one of {len(parts)} parts, of which {part.name} is missing")
     return parts
 
@@ -148,7 +150,11 @@ def _files(header: Header, headers: list[Header]) -> dict[str, str]:
     ends = [tokenizer.id_of(key) for key in END_KEYS]
     generation = {"eos_token_id": list(dict.fromkeys(at for at in ends if at is not None))}
     bos = tokenizer.id_of("bos_token_id")
-    config = describe_config(header) | ({} if bos is None else {"bos_token_id": bos})
+    config = describe_config(header)
+    if len(tokenizer.tokens) > config["vocab_size"]:
+        rule = f"at most {config['vocab_size']} texts, the rows of token_embd.weight, got {len(tokenizer.tokens)}"
+        raise TokenizerError(f"{header.path}: tokenizer.ggml.tokens must have {rule}")
+    config = config | ({} if bos is None else {"bos_token_id": bos})
     paths = [its.path.resolve() for its in headers]
     states = [(path, *_state(path)) for path in paths]
     tensors = [
@@ -173,6 +179,8 @@ def _files(header: Header, headers: list[Header]) -> dict[str, str]:
     }
     texts = {name: json.dumps(values, ensure_ascii=False) for name, values in files.items()}
     template = header.keys.get("tokenizer.chat_template")
-    if isinstance(template, str):
+    if template is not None and not isinstance(template, str):
+        raise ChatTemplateError(f"{header.path}: tokenizer.chat_template must be a text, got {shown(template)}")
+    if template is not None:
         texts["chat_template.jinja"] = template
     return texts

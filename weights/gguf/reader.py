@@ -11,6 +11,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, shown
@@ -87,6 +88,10 @@ class _Reader:
                 rule = f"must lie at a multiple of {self._alignment(header.keys)} within the file"
                 raise self._fault(f"tensor {shown(name)} {rule}, got bytes {begin} to {end} of {len(self._data)}")
             header.tensors[name] = StoredTensor(self._path, name, type_name, shape, begin, end)
+        in_order = sorted(header.tensors.values(), key=lambda its: its.start)
+        for one, other in pairwise(in_order):
+            if other.start < one.end:
+                raise self._fault(f"has the tensors {shown(one.name)} and {shown(other.name)} in one place")
         return header
 
     def _alignment(self, keys: dict[str, Value]) -> int:

@@ -29,11 +29,10 @@ def rope_fields(keys: Keys) -> Fields:
     Raises UnsupportedModelError for a kind of scaling that is not known.
     """
     header, size = keys.header, head_size(keys)
-    theta = keys.number("rope.freq_base", 10000.0)
-    fields: Fields = {
-        "rope_theta": theta,
-        "partial_rotary_factor": keys.size("rope.dimension_count", size) / size,
-    }
+    theta, num_rotated = keys.number("rope.freq_base", 10000.0), keys.size("rope.dimension_count", size)
+    if num_rotated > size:
+        raise keys.fault("rope.dimension_count", f"at most {size}, the size of a head")
+    fields: Fields = {"rope_theta": theta, "partial_rotary_factor": num_rotated / size}
     kind, factor = keys.get("rope.scaling.type") or "none", keys.number("rope.scaling.factor", 0.0)
     factor = factor or keys.number("rope.scale_linear", 1.0)
     if kind == "none" and factor != 1.0:

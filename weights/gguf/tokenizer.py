@@ -61,7 +61,14 @@ class GgufTokenizer:
             rule = f"one of {', '.join(sorted(SPLITTINGS))}: any other name splits texts in another way"
             raise self._fault("pre", rule)
         splitting = SPLITTINGS[name]
-        merges = self._list("merges", str)
+        vocabulary = {token: token_id for token_id, token in enumerate(self.tokens)}
+        merges = [merge.split(" ", 1) for merge in self._list("merges", str)]
+        for merge in merges:
+            if not (len(merge) == 2 and vocabulary.keys() >= {*merge, "".join(merge)}):
+                rule = "two tokens each that join to a token"
+                raise TokenizerError(
+                    f"{self._header.path}: tokenizer.ggml.merges must be {rule}, got {shown(' '.join(merge))}"
+                )
         return {
             "normalizer": splitting.normalizer,
             "pre_tokenizer": splitting.pre_tokenizer(),
@@ -70,8 +77,8 @@ class GgufTokenizer:
             "model": {
                 "type": "BPE",
                 "ignore_merges": splitting.ignores_merges,
-                "vocab": {token: token_id for token_id, token in enumerate(self.tokens)},
-                "merges": [merge.split(" ", 1) for merge in merges],
+                "vocab": vocabulary,
+                "merges": merges,
             },
         }
 
@@ -114,8 +121,9 @@ class GgufTokenizer:
     def _template(self, *, begins: bool) -> Json | None:
         """Return the step that adds the tokens with which each prompt begins and ends."""
         bos, eos = self.id_of("bos_token_id"), self.id_of("eos_token_id")
-        before = [bos] if bos is not None and self._flag("add_bos_token", default=begins) else []
-        after = [eos] if eos is not None and self._flag("add_eos_token", default=False) else []
+        adds_bos, adds_eos = self._flag("add_bos_token", default=begins), self._flag("add_eos_token", default=False)
+        before = [bos] if bos is not None and adds_bos else []
+        after = [eos] if eos is not None and adds_eos else []
         if not (before or after):
             return None
         texts = {at: self.tokens[at] for at in before + after}

@@ -14,27 +14,7 @@ import pytest
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, WeightsError
 from gptserve.weights.gguf.reader import MAX_KEYS, MAX_TENSORS, read_header
 from gptserve.weights.source import resolve_model
-
-U32, F32, BOOL, TEXT, ARRAY, U64 = 4, 6, 7, 8, 9, 10
-
-
-def text(value: str | bytes) -> bytes:
-    data = value if isinstance(value, bytes) else value.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def key(name: str, kind: int, value: bytes) -> bytes:
-    return text(name) + struct.pack("<I", kind) + value
-
-
-def tensor(name: str, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
-
-
-def file_of(*parts: bytes, version: int = 3, num_tensors: int = 0, num_keys: int = 0, data: bytes = b"") -> bytes:
-    header = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(parts)
-    return header + bytes(-len(header) % 32) + data
-
+from tests.weights.gguf.raw import ARRAY, BOOL, F32, TEXT, U32, U64, file_of, key, tensor, text
 
 ONE = tensor("a", 1, 4)
 FAULTS: dict[str, tuple[bytes, str]] = {
@@ -165,20 +145,20 @@ def minimal() -> bytes:
     """Return a file of a tiny Llama, whole but for its weights."""
     sizes = {"block_count": 1, "context_length": 8, "embedding_length": 32, "feed_forward_length": 32}
     sizes |= {"attention.head_count": 2, "attention.head_count_kv": 2}
-    tokens = ["a", "b", "</s>"]
+    tokens = ["a", "b", "ab", "</s>"]
     keys = [
         key("general.architecture", TEXT, text("llama")),
         *(key(f"llama.{name}", U32, struct.pack("<I", size)) for name, size in sizes.items()),
         key("llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", 1e-5)),
         key("tokenizer.ggml.model", TEXT, text("gpt2")),
         key("tokenizer.ggml.pre", TEXT, text("gpt-2")),
-        key("tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", TEXT, 3) + b"".join(map(text, tokens))),
-        key("tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ3i", 5, 3, 1, 1, 3)),
+        key("tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", TEXT, 4) + b"".join(map(text, tokens))),
+        key("tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ4i", 5, 4, 1, 1, 1, 3)),
         key("tokenizer.ggml.merges", ARRAY, struct.pack("<IQ", TEXT, 1) + text("a b")),
-        key("tokenizer.ggml.eos_token_id", U32, struct.pack("<I", 2)),
+        key("tokenizer.ggml.eos_token_id", U32, struct.pack("<I", 3)),
     ]
-    embedding = tensor("token_embd.weight", 3, 32)
-    return file_of(*keys, embedding, num_tensors=1, num_keys=len(keys), data=bytes(384))
+    embedding = tensor("token_embd.weight", 4, 32)
+    return file_of(*keys, embedding, num_tensors=1, num_keys=len(keys), data=bytes(512))
 
 
 MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
@@ -224,7 +204,7 @@ def test_a_folder_is_made_once_and_names_its_file(tmp_path: Path, monkeypatch: p
     assert folder.name.startswith("tiny.Q4_0-")
     assert {child.name for child in folder.parent.iterdir()} == {folder.name}
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert (config["model_type"], config["rms_norm_eps"], config["vocab_size"]) == ("llama", 1e-5, 3)
+    assert (config["model_type"], config["rms_norm_eps"], config["vocab_size"]) == ("llama", 1e-5, 4)
 
 
 def test_random_damage_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +214,7 @@ def test_random_damage_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(600):
         damaged = bytearray(data)
         for _ in range(draw.randint(1, 3)):
-            damaged[draw.randrange(len(data) - 384)] = draw.choice((0, 1, 0x7F, 0xFF, draw.randrange(256)))
+            damaged[draw.randrange(len(data) - 512)] = draw.choice((0, 1, 0x7F, 0xFF, draw.randrange(256)))
         path.write_bytes(bytes(damaged[: draw.choice((len(data), draw.randrange(len(data))))]))
         try:
             resolve_model(str(path))

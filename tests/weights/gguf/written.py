@@ -78,7 +78,7 @@ def write_gguf(
     arch = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     add_keys(writer, config)
-    add_tokens(writer, [f"t{i}" for i in range(config["vocab_size"])])
+    add_tokens(writer, ["t", "0", *(f"t{i}" for i in range(config["vocab_size"] - 2))])
     num_layers = size_of(config, "num_hidden_layers")
     names = get_tensor_name_map(arch, num_layers)
     values = (
