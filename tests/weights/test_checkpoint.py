@@ -153,7 +153,7 @@ def split_family(row_order: tuple[int, ...]) -> Family:
         parts = tuple((f"h.0.attn.{part}.weight", (4, 4)) for part in "qkv")
         return gpt2.sources(config) | {"blocks.0.qkv.weight": Source(parts, row_order=row_order)}
 
-    return Family("split", gpt2.read_config, sources, gpt2.prefixes, gpt2.ignored)
+    return Family("split", gpt2.read_config, sources, gpt2.prefixes, gpt2.ignored, models="")
 
 
 def test_split_and_interleaved_projections_are_joined_and_put_in_order(

@@ -67,7 +67,23 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, CODEGEN, OPT, BLOOM, MPT, XGLM, FALCON),
-        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO, OLMO2, OLMO3, GPT_OSS),
+        *(
+            LLAMA,
+            MISTRAL,
+            MINISTRAL,
+            MINISTRAL3,
+            QWEN2,
+            QWEN3,
+            PHI,
+            PHI3,
+            GEMMA,
+            GEMMA2,
+            GEMMA3,
+            OLMO,
+            OLMO2,
+            OLMO3,
+            GPT_OSS,
+        ),
         *(
             COHERE,
             COHERE2,
@@ -81,7 +97,6 @@ FAMILIES: dict[str, Family] = {
             GLM4,
             HELIUM,
             HUNYUAN,
-            MINISTRAL3,
             PERSIMMON,
             SEED_OSS,
             SMOLLM3,

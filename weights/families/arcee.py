@@ -19,4 +19,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 _sources = layout.decoder({**NAMES, "blocks.{}.ffn_up": "layers.{}.mlp.up_proj"})
-ARCEE = Family("arcee", _read_config, _sources, ignored=IGNORED)
+ARCEE = Family("arcee", _read_config, _sources, ignored=IGNORED, models="Arcee AFM")

@@ -46,4 +46,6 @@ def alibi_slopes(num_heads: int, steepest: int = 8) -> tuple[float, ...]:
     return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
-BLOOM = Family("bloom", _read_config, layout.decoder(NAMES, qkv_order=layout.heads_together), ("transformer.",))
+BLOOM = Family(
+    "bloom", _read_config, layout.decoder(NAMES, qkv_order=layout.heads_together), ("transformer.",), models="BLOOM"
+)

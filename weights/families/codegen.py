@@ -30,4 +30,6 @@ def _chips_apart(layer: LayerConfig) -> tuple[int, ...]:
 
 
 _sources = layout.decoder({**NAMES, "blocks.{}.qkv": "h.{}.attn.qkv_proj"}, qkv_order=_chips_apart)
-CODEGEN = Family("codegen", _read_config, _sources, ("transformer.",), rf"{IGNORED}|h\.\d+\.attn\.causal_mask")
+CODEGEN = Family(
+    "codegen", _read_config, _sources, ("transformer.",), rf"{IGNORED}|h\.\d+\.attn\.causal_mask", models="CodeGen"
+)

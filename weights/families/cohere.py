@@ -57,5 +57,5 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
 
 
 _sources = layout.decoder(NAMES, qkv_order=layout.halves_apart)
-COHERE = Family("cohere", _read_cohere, _sources, ignored=IGNORED)
-COHERE2 = Family("cohere2", _read_cohere2, _sources, ignored=IGNORED)
+COHERE = Family("cohere", _read_cohere, _sources, ignored=IGNORED, models="Command R and R+, Aya Expanse")
+COHERE2 = Family("cohere2", _read_cohere2, _sources, ignored=IGNORED, models="Command R7B and A")

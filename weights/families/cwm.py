@@ -21,4 +21,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return with_windows(raw, read_llama_config(raw), lambda layer: layer % PATTERN > 0)
 
 
-CWM = Family("cwm", _read_config, llama_sources, ignored=IGNORED)
+CWM = Family("cwm", _read_config, llama_sources, ignored=IGNORED, models="CWM")

@@ -25,4 +25,10 @@ def _read_dense(raw: RawConfig) -> ModelConfig:
     return read_ernie_config(raw)
 
 
-ERNIE4_5 = Family("ernie4_5", _read_dense, layout.decoder(NAMES, qkv_order=layout.halves_apart), ignored=IGNORED)
+ERNIE4_5 = Family(
+    "ernie4_5",
+    _read_dense,
+    layout.decoder(NAMES, qkv_order=layout.halves_apart),
+    ignored=IGNORED,
+    models="ERNIE 4.5",
+)

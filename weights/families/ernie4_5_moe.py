@@ -42,4 +42,6 @@ _sources = layout.with_experts(
     shared=layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj"),
 )
 
-ERNIE4_5_MOE = Family("ernie4_5_moe", _read_config, _sources, ignored=rf"{IGNORED}|mtp_.*")
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe", _read_config, _sources, ignored=rf"{IGNORED}|mtp_.*", models="ERNIE 4.5 with experts"
+)

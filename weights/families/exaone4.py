@@ -30,4 +30,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(config, norm_placement="output", qk_norm="head")
 
 
-EXAONE4 = Family("exaone4", _read_config, layout.decoder(NAMES), ignored=IGNORED)
+EXAONE4 = Family("exaone4", _read_config, layout.decoder(NAMES), ignored=IGNORED, models="EXAONE 4")

@@ -97,4 +97,4 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
 
 
 IGNORED = r"h\.\d+\.self_attention\.rotary_emb\.inv_freq"
-FALCON = Family("falcon", _read_config, _sources, ("transformer.",), IGNORED)
+FALCON = Family("falcon", _read_config, _sources, ("transformer.",), IGNORED, models="Falcon 7B to 180B, RW")

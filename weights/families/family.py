@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gptserve.weights.config import Activation, LayerConfig, ModelConfig
 from gptserve.weights.raw_config import MAX_WIDTH as MAX_WIDTH
@@ -98,6 +98,8 @@ class Family:
     sources: Callable[[ModelConfig], dict[str, Source]]
     prefixes: tuple[str, ...] = ("model.",)
     ignored: str = ""
+    models: str = field(kw_only=True)
+    """The published models, as docs/models.md lists them."""
 
 
 def plain_config(

@@ -75,6 +75,6 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     )
 
 
-GEMMA = Family("gemma", _read_gemma, llama_sources, ignored=IGNORED)
-GEMMA2 = Family("gemma2", _read_gemma2, layout.decoder(NAMES), ignored=IGNORED)
-GEMMA3 = Family("gemma3_text", _read_gemma3, layout.decoder(NAMES), ignored=IGNORED)
+GEMMA = Family("gemma", _read_gemma, llama_sources, ignored=IGNORED, models="Gemma 1, CodeGemma")
+GEMMA2 = Family("gemma2", _read_gemma2, layout.decoder(NAMES), ignored=IGNORED, models="Gemma 2")
+GEMMA3 = Family("gemma3_text", _read_gemma3, layout.decoder(NAMES), ignored=IGNORED, models="Gemma 3, text only")

@@ -32,5 +32,5 @@ def _read_glm4(raw: RawConfig) -> ModelConfig:
 
 _glm = layout.decoder({**NAMES, **FUSED}, qkv_order=layout.halves_apart)
 _glm4 = layout.decoder({**EMBED, **NORMS, **ATTENTION, **FFN, **END, **FUSED}, qkv_order=layout.halves_apart)
-GLM = Family("glm", _read_glm, _glm, ignored=IGNORED)
-GLM4 = Family("glm4", _read_glm4, _glm4, ignored=IGNORED)
+GLM = Family("glm", _read_glm, _glm, ignored=IGNORED, models="GLM 4 of 2024")
+GLM4 = Family("glm4", _read_glm4, _glm4, ignored=IGNORED, models="GLM 4 of 2025, without experts")

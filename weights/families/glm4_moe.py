@@ -57,5 +57,11 @@ _sources = layout.with_experts(
     shared=layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj"),
 )
 
-GLM4_MOE = Family("glm4_moe", _read_glm, _sources, ignored=rf"{IGNORED}|{DRAFTING}")
-DOTS1 = Family("dots1", _read_dots, _sources, ignored=IGNORED)
+GLM4_MOE = Family(
+    "glm4_moe",
+    _read_glm,
+    _sources,
+    ignored=rf"{IGNORED}|{DRAFTING}",
+    models="GLM 4.5 to 4.7 with experts, without layers that predict further tokens",
+)
+DOTS1 = Family("dots1", _read_dots, _sources, ignored=IGNORED, models="dots.llm1")

@@ -43,4 +43,11 @@ def read_gpt2_config(raw: RawConfig) -> ModelConfig:
 
 # Causal masks that old files carry.
 IGNORED = r"h\.\d+\.attn\.(bias|masked_bias)"
-GPT2 = Family("gpt2", read_gpt2_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)
+GPT2 = Family(
+    "gpt2",
+    read_gpt2_config,
+    layout.decoder(NAMES, transpose=True),
+    ("transformer.",),
+    IGNORED,
+    models="GPT-2, Cerebras-GPT",
+)

@@ -21,4 +21,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 _sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
-GPT_BIGCODE = Family("gpt_bigcode", _read_config, _sources, ("transformer.",), IGNORED)
+GPT_BIGCODE = Family("gpt_bigcode", _read_config, _sources, ("transformer.",), IGNORED, models="SantaCoder, StarCoder")

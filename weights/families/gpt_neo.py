@@ -60,4 +60,11 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
 
 
 IGNORED = r"h\.\d+\.attn\.attention\.(bias|masked_bias)"
-GPT_NEO = Family("gpt_neo", _read_config, layout.decoder(NAMES), ("transformer.",), IGNORED)
+GPT_NEO = Family(
+    "gpt_neo",
+    _read_config,
+    layout.decoder(NAMES),
+    ("transformer.",),
+    IGNORED,
+    models="GPT-Neo, which has GPT-3's architecture",
+)

@@ -40,4 +40,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 IGNORED = r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
 _sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
-GPT_NEOX = Family("gpt_neox", _read_config, _sources, ("gpt_neox.",), IGNORED)
+GPT_NEOX = Family("gpt_neox", _read_config, _sources, ("gpt_neox.",), IGNORED, models="GPT-NeoX, Pythia")

@@ -57,4 +57,10 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
     return sources
 
 
-GPT_OSS = Family("gpt_oss", _read_config, _sources, ignored=IGNORED)
+GPT_OSS = Family(
+    "gpt_oss",
+    _read_config,
+    _sources,
+    ignored=IGNORED,
+    models="gpt-oss; a GPU holds its MXFP4 as stored, a CPU unpacks it while loading",
+)

@@ -44,4 +44,4 @@ def read_gptj_config(raw: RawConfig) -> ModelConfig:
 
 IGNORED = r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
 _sources = layout.decoder(NAMES, qkv_order=layout.halves_apart)
-GPTJ = Family("gptj", read_gptj_config, _sources, ("transformer.",), IGNORED)
+GPTJ = Family("gptj", read_gptj_config, _sources, ("transformer.",), IGNORED, models="GPT-J")

@@ -55,5 +55,5 @@ def _moe_sources(config: ModelConfig) -> dict[str, Source]:
     return layout.in_order(sources)
 
 
-GRANITE = Family("granite", _read_config, llama_sources, ignored=IGNORED)
-GRANITE_MOE = Family("granitemoe", _read_moe_config, _moe_sources, ignored=IGNORED)
+GRANITE = Family("granite", _read_config, llama_sources, ignored=IGNORED, models="Granite 3")
+GRANITE_MOE = Family("granitemoe", _read_moe_config, _moe_sources, ignored=IGNORED, models="Granite 3 with experts")

@@ -18,4 +18,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(read_llama_config(raw), attn_out_bias=False)
 
 
-HELIUM = Family("helium", _read_config, layout.decoder(NAMES, qkv_order=layout.halves_apart), ignored=IGNORED)
+HELIUM = Family(
+    "helium", _read_config, layout.decoder(NAMES, qkv_order=layout.halves_apart), ignored=IGNORED, models="Helium"
+)

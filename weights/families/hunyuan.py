@@ -69,5 +69,13 @@ _moe_sources = layout.with_experts(
     shared=layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj"),
 )
 
-HUNYUAN = Family("hunyuan_v1_dense", _read_config, _sources, ignored=IGNORED)
-HUNYUAN_MOE = Family("hunyuan_v1_moe", _read_moe, _moe_sources, ignored=IGNORED)
+HUNYUAN = Family(
+    "hunyuan_v1_dense",
+    _read_config,
+    _sources,
+    ignored=IGNORED,
+    models="Hunyuan of 2025",
+)
+HUNYUAN_MOE = Family(
+    "hunyuan_v1_moe", _read_moe, _moe_sources, ignored=IGNORED, models="Hunyuan A13B in the format of `transformers`"
+)

@@ -65,4 +65,4 @@ def read_llama_config(raw: RawConfig, *, attention_bias: bool = False, has_rotar
     )
 
 
-LLAMA = Family("llama", read_llama_config, llama_sources, ignored=IGNORED)
+LLAMA = Family("llama", read_llama_config, llama_sources, ignored=IGNORED, models="Llama 1 to 3, SmolLM, TinyLlama")

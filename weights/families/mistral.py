@@ -48,6 +48,12 @@ def _read_ministral3(raw: RawConfig) -> ModelConfig:
     return replace(config, max_position=min(config.max_position, rope.size("original_max_position_embeddings")))
 
 
-MISTRAL = Family("mistral", _read_config, llama_sources, ignored=IGNORED)
-MINISTRAL = Family("ministral", _read_config, llama_sources, ignored=IGNORED)
-MINISTRAL3 = Family("ministral3", _read_ministral3, llama_sources, ignored=IGNORED)
+MISTRAL = Family("mistral", _read_config, llama_sources, ignored=IGNORED, models="Mistral")
+MINISTRAL = Family("ministral", _read_config, llama_sources, ignored=IGNORED, models="Ministral")
+MINISTRAL3 = Family(
+    "ministral3",
+    _read_ministral3,
+    llama_sources,
+    ignored=IGNORED,
+    models="Ministral 3 within its original context, Devstral 2",
+)

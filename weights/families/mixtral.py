@@ -31,4 +31,4 @@ _sources = layout.with_experts(
     llama_sources, "layers.{}.block_sparse_moe.gate", (f"{_EXPERT}w1", f"{_EXPERT}w3"), f"{_EXPERT}w2"
 )
 
-MIXTRAL = Family("mixtral", _read_config, _sources, ignored=IGNORED)
+MIXTRAL = Family("mixtral", _read_config, _sources, ignored=IGNORED, models="Mixtral")

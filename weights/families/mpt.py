@@ -58,4 +58,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-MPT = Family("mpt", _read_config, layout.decoder(NAMES), ("transformer.",))
+MPT = Family("mpt", _read_config, layout.decoder(NAMES), ("transformer.",), models="MPT")

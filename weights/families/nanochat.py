@@ -35,4 +35,6 @@ def _turned_back(layer: LayerConfig) -> LayerConfig:
     return replace(layer, rotary=replace(layer.rotary, inv_freqs=tuple(-f for f in layer.rotary.inv_freqs)))
 
 
-NANOCHAT = Family("nanochat", _read_config, layout.decoder(NAMES), ignored=IGNORED)
+NANOCHAT = Family(
+    "nanochat", _read_config, layout.decoder(NAMES), ignored=IGNORED, models="nanochat in the hub's format"
+)

@@ -29,4 +29,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 # torch.compile and torch's data parallelism add prefixes of their own.
 PREFIXES = ("_orig_mod.transformer.", "module.transformer.", "transformer.", "_orig_mod.", "module.")
-NANOGPT = Family("nanogpt", _read_config, layout.decoder(NAMES), PREFIXES, IGNORED)
+NANOGPT = Family(
+    "nanogpt", _read_config, layout.decoder(NAMES), PREFIXES, IGNORED, models="nanoGPT, once converted (below)"
+)

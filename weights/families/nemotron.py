@@ -26,4 +26,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 _sources = layout.decoder({**NAMES, "blocks.{}.ffn_up": "layers.{}.mlp.up_proj"})
-NEMOTRON = Family("nemotron", _read_config, _sources, ignored=IGNORED)
+NEMOTRON = Family("nemotron", _read_config, _sources, ignored=IGNORED, models="Nemotron 4, Minitron")

@@ -41,6 +41,6 @@ def _read_olmo3(raw: RawConfig) -> ModelConfig:
     return replace(config, norm_placement="output", qk_norm="projection")
 
 
-OLMO = Family("olmo", _read_olmo, llama_sources, ignored=IGNORED)
-OLMO2 = Family("olmo2", _read_olmo2, layout.decoder(NAMES), ignored=IGNORED)
-OLMO3 = Family("olmo3", _read_olmo3, layout.decoder(NAMES), ignored=IGNORED)
+OLMO = Family("olmo", _read_olmo, llama_sources, ignored=IGNORED, models="OLMo 1")
+OLMO2 = Family("olmo2", _read_olmo2, layout.decoder(NAMES), ignored=IGNORED, models="OLMo 2")
+OLMO3 = Family("olmo3", _read_olmo3, layout.decoder(NAMES), ignored=IGNORED, models="OLMo 3")

@@ -27,4 +27,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(config, qk_norm="projection")
 
 
-OLMOE = Family("olmoe", _read_config, qwen_moe_sources, ignored=IGNORED)
+OLMOE = Family("olmoe", _read_config, qwen_moe_sources, ignored=IGNORED, models="OLMoE")

@@ -25,4 +25,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 # The causal mask and the numbers of the positions.
 IGNORED = r"h\.\d+\.attn\.bias|position_ids"
-OPENAI_GPT = Family("openai-gpt", _read_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)
+OPENAI_GPT = Family(
+    "openai-gpt", _read_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED, models="GPT-1"
+)

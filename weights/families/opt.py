@@ -53,4 +53,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-OPT = Family("opt", _read_config, layout.decoder(NAMES), ("model.decoder.", "decoder."))
+OPT = Family("opt", _read_config, layout.decoder(NAMES), ("model.decoder.", "decoder."), models="OPT")

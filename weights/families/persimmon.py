@@ -37,4 +37,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-PERSIMMON = Family("persimmon", _read_config, layout.decoder(NAMES, qkv_order=layout.heads_together), ignored=IGNORED)
+PERSIMMON = Family(
+    "persimmon",
+    _read_config,
+    layout.decoder(NAMES, qkv_order=layout.heads_together),
+    ignored=IGNORED,
+    models="Persimmon",
+)

@@ -38,4 +38,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-PHI = Family("phi", _read_config, layout.decoder(NAMES), ignored=IGNORED)
+PHI = Family("phi", _read_config, layout.decoder(NAMES), ignored=IGNORED, models="Phi-1, Phi-1.5, Phi-2")

@@ -18,4 +18,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 FUSED = {"blocks.{}.qkv": "layers.{}.self_attn.qkv_proj", "blocks.{}.ffn_up": "layers.{}.mlp.gate_up_proj"}
-PHI3 = Family("phi3", _read_config, layout.decoder({**NAMES, **FUSED}), ignored=IGNORED)
+PHI3 = Family("phi3", _read_config, layout.decoder({**NAMES, **FUSED}), ignored=IGNORED, models="Phi-3, Phi-4")

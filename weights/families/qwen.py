@@ -41,5 +41,5 @@ def _with_windows(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     return with_windows(raw, config, lambda layer: layer >= first)
 
 
-QWEN2 = Family("qwen2", _read_qwen2, llama_sources, ignored=IGNORED)
-QWEN3 = Family("qwen3", read_qwen3_config, llama_sources, ignored=IGNORED)
+QWEN2 = Family("qwen2", _read_qwen2, llama_sources, ignored=IGNORED, models="Qwen2, Qwen2.5")
+QWEN3 = Family("qwen3", read_qwen3_config, llama_sources, ignored=IGNORED, models="Qwen3")

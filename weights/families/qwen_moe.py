@@ -70,5 +70,11 @@ _qwen2_sources = layout.with_experts(
     ),
 )
 
-QWEN2_MOE = Family("qwen2_moe", _read_qwen2, _qwen2_sources, ignored=IGNORED)
-QWEN3_MOE = Family("qwen3_moe", _read_qwen3, qwen_moe_sources, ignored=IGNORED)
+QWEN2_MOE = Family("qwen2_moe", _read_qwen2, _qwen2_sources, ignored=IGNORED, models="Qwen1.5 and Qwen2 with experts")
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    _read_qwen3,
+    qwen_moe_sources,
+    ignored=IGNORED,
+    models="Qwen3 and Qwen3-Coder with experts",
+)

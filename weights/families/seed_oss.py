@@ -18,4 +18,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(config, attn_out_bias=raw.boolean("attention_out_bias", default=False))
 
 
-SEED_OSS = Family("seed_oss", _read_config, llama_sources, ignored=IGNORED)
+SEED_OSS = Family("seed_oss", _read_config, llama_sources, ignored=IGNORED, models="Seed-OSS")

@@ -33,4 +33,4 @@ def _layers_with_rotary(raw: RawConfig, num_layers: int) -> list[bool]:
     return [flag == 1 for flag in flags]
 
 
-SMOLLM3 = Family("smollm3", _read_config, llama_sources, ignored=IGNORED)
+SMOLLM3 = Family("smollm3", _read_config, llama_sources, ignored=IGNORED, models="SmolLM3")

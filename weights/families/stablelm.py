@@ -34,4 +34,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-STABLELM = Family("stablelm", _read_config, layout.decoder({**NAMES, **NORMS}), ignored=IGNORED)
+STABLELM = Family(
+    "stablelm", _read_config, layout.decoder({**NAMES, **NORMS}), ignored=IGNORED, models="StableLM 3B and 2, Zephyr"
+)

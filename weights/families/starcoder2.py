@@ -31,4 +31,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-STARCODER2 = Family("starcoder2", _read_config, layout.decoder({**NAMES, **FFN}), ignored=IGNORED)
+STARCODER2 = Family("starcoder2", _read_config, layout.decoder({**NAMES, **FFN}), ignored=IGNORED, models="StarCoder2")

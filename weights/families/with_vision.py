@@ -25,7 +25,9 @@ OF_IMAGES = (
 IGNORED = r"(visual|vision_tower|vision_model|multi_modal_projector)\..*"
 
 
-def _text_of(model_type: str, text_family: Family, *others: Family, tied_head: bool, **defaults: object) -> Family:
+def _text_of(
+    model_type: str, text_family: Family, *others: Family, models: str, tied_head: bool, **defaults: object
+) -> Family:
     """Return the family of a model with a text model of `text_family`, or of one of `others` with the same tensors.
 
     `tied_head` and `defaults` are those of transformers' classes, for the whole and for the text of `text_family`.
@@ -36,6 +38,7 @@ def _text_of(model_type: str, text_family: Family, *others: Family, tied_head: b
         text_family.sources,
         PREFIXES,
         f"{text_family.ignored}|{IGNORED}",
+        models=models,
     )
 
 
@@ -86,6 +89,7 @@ _QWEN2_VL: dict[str, object] = {
 GEMMA3 = _text_of(
     "gemma3",
     GEMMA3_TEXT,
+    models="Gemma 3's text",
     tied_head=True,
     vocab_size=262_208,
     hidden_size=2304,
@@ -95,11 +99,12 @@ GEMMA3 = _text_of(
     max_position_embeddings=131_072,
     sliding_window=4096,
 )
-QWEN2_VL = _text_of("qwen2_vl", QWEN2, tied_head=False, **_QWEN2_VL)
-QWEN2_5_VL = _text_of("qwen2_5_vl", QWEN2, tied_head=False, **_QWEN2_VL)
+QWEN2_VL = _text_of("qwen2_vl", QWEN2, models="Qwen2-VL's text", tied_head=False, **_QWEN2_VL)
+QWEN2_5_VL = _text_of("qwen2_5_vl", QWEN2, models="Qwen2.5-VL's text", tied_head=False, **_QWEN2_VL)
 QWEN3_VL = _text_of(
     "qwen3_vl",
     QWEN3,
+    models="Qwen3-VL's text",
     tied_head=False,
     vocab_size=151_936,
     hidden_size=4096,
@@ -113,6 +118,7 @@ MISTRAL3 = _text_of(
     "mistral3",
     MISTRAL,
     MINISTRAL3,
+    models="text of Mistral Small 3.1 and later, and Ministral 3",
     tied_head=True,
     vocab_size=131_072,
     hidden_size=5120,

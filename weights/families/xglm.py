@@ -30,4 +30,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 # Its positions are computed; some files carry the table.
 IGNORED = r"embed_positions\.weights"
-XGLM = Family("xglm", _read_config, layout.decoder(NAMES), ignored=IGNORED)
+XGLM = Family("xglm", _read_config, layout.decoder(NAMES), ignored=IGNORED, models="XGLM")

@@ -21,6 +21,7 @@ from gptserve.weights.families.refused import WHY_REFUSED
 from gptserve.weights.quantized import METHODS
 from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
+from tests.weights.families.models_table import PAGE, with_table
 
 ENDS = {"eos_token_id": None, "bos_token_id": None}
 GOOD = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
@@ -63,6 +64,12 @@ def test_other_models_are_refused_with_the_reason_and_what_is_served(model_type:
         UnsupportedModelError, match=f"^{reason}.*; decoder-only models of model_type .*gpt2.* are served$"
     ):
         find_family(model_type)
+
+
+def test_the_table_of_models_is_that_of_the_families() -> None:
+    """Else run `python -m tests.weights.families.models_table`."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page
 
 
 def test_no_model_is_both_served_and_refused() -> None:
