@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.weights.chat.test_published import CALLS, PARAMETERS, RAIN, TOKENS, T
 
 pytestmark = pytest.mark.slow
 TEMPLATES = published()
+PAGE = Path(__file__).parents[3] / "docs" / "dev" / "tool-formats.md"
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
@@ -29,6 +31,16 @@ def test_a_published_template_has_its_format_or_none(template: Published) -> Non
         assert form is (OWN_FORMATS[template.form] if template.form else None)
     marks = marks_of(source)
     assert ("" if marks is None else marks.end) == template.think
+
+
+def test_the_page_names_the_templates_whose_calls_are_not_read() -> None:
+    _, section = PAGE.read_text(encoding="utf-8").split("## Templates without a format\n")
+    section = section.split("\n## ")[0]
+    named = {
+        name for row in re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE) for name in re.findall("`(.+?)`", row)
+    }
+    without = {one.name for one in TEMPLATES if not one.form and re.search(r"\btools\b", one.source())}
+    assert named == without - {"openai-gpt-oss-120b"}
 
 
 @pytest.mark.parametrize("count", [1, 2])
