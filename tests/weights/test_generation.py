@@ -36,12 +36,20 @@ def test_minus_one_is_no_top_k(tmp_path: Path) -> None:
     assert load_sampling_defaults(write(tmp_path, {"top_k": -1})) == {"top_k": 0}
 
 
+def test_a_whole_number_may_have_a_point(tmp_path: Path) -> None:
+    found = load_sampling_defaults(write(tmp_path, {"top_k": 20.0, "max_new_tokens": 2048.0}))
+    assert found == {"top_k": 20, "max_new_tokens": 2048}
+    assert {type(value) for value in found.values()} == {int}
+
+
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"top_p": True}, "top_p must be a number, got True"),
         ({"top_k": 1.5}, "top_k must be a whole number, got 1.5"),
+        ({"top_k": float("inf")}, "top_k must be a whole number, got inf"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"max_new_tokens": [9]}, r"max_new_tokens must be a whole number, got \[9\]"),
     ],
 )

@@ -18,7 +18,11 @@ _FILE, _OLD_FILE = "chat_template.jinja", "chat_template.json"
 
 
 def named_templates(folder: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    """Return the templates of a model by name. Raises TokenizerError or ChatTemplateError."""
+    """Return the templates of a model by name; a blank one is none. Raises TokenizerError or ChatTemplateError."""
+    return {name: text for name, text in _all_named(folder, tokenizer_config).items() if text.strip()}
+
+
+def _all_named(folder: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
     files = [*folder.glob(_FILE), *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja"))]
     read = {DEFAULT if path.name == _FILE else path.stem: read_text(path, ChatTemplateError) for path in files}
     if DEFAULT in read:

@@ -70,6 +70,13 @@ def test_a_template_for_tools_alone_is_none_for_chats(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path) is None
 
 
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_a_blank_template_is_none(text: str, tmp_path: Path) -> None:
+    assert named_templates(tmp_path, {"chat_template": text}) == {}
+    (tmp_path / "chat_template.jinja").write_text(text)
+    assert named_templates(tmp_path, {}) == {}
+
+
 def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer_config.json: chat_template must be text or a list of named"):
         named_templates(tmp_path, {"chat_template": [*LISTED[:1], {"name": "tool_use", "template": 5}]})
