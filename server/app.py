@@ -65,7 +65,7 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore, file
 
     Background completions are kept in `store`, files in `file_store`. Raises KeyFileError.
     """
-    metrics = Metrics(models.default.engine, models.default.name)
+    metrics = Metrics(models.default.engine, models.default.name, options.settings.metrics_prefix)
     settings = options.settings
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if settings.needs_key else None
     limits = KeyLimits(

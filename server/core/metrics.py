@@ -1,6 +1,7 @@
 """The metrics at /metrics: the engine's counters as of its latest step, and the server's own.
 
-Names are vLLM's with another prefix, so its dashboards need only that. One registry per app: nothing is global.
+Names are vLLM's with another prefix, so its dashboards need only that; `vllm_metrics.py` has vLLM's own. One registry
+per app: nothing is global.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import EngineClient
@@ -21,6 +23,7 @@ from gptserve.engine.request import FinishReason
 from gptserve.engine.stats import STEP_TOKENS_BUCKETS, EngineStats
 from gptserve.server.core.background_status import BackgroundStatus
 from gptserve.server.core.error_responses import codes_of, status_of, to_service_error
+from gptserve.server.core.vllm_metrics import vllm_families
 
 # From a small model on a GPU to a large one on a CPU, where a long prompt takes minutes.
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -28,6 +31,7 @@ _TOKEN_TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15
 _DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _NUM_TOKENS_BUCKETS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
 
+MetricsPrefix = Literal["gptserve", "vllm"]
 RESTART_KINDS = tuple(kind for kind in DeathKind if kind is not DeathKind.CLOSED)
 # A choice that waited too long to be admitted counts as an error.
 _FINISH_REASONS = tuple(reason.value for reason in FinishReason if reason is not FinishReason.QUEUE_TIMEOUT)
@@ -49,6 +53,17 @@ class OpenConnections(Protocol):
         """How many of them have no request."""
 
 
+class _Collected(Collector):
+    """Metrics that are collected already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics."""
+        return iter(self._families)
+
+
 class Metrics:
     """The metrics of one app, each labelled with the model's name.
 
@@ -56,7 +71,7 @@ class Metrics:
     labels have all their values from the start, so that a first increase is one.
     """
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
+    def __init__(self, engine: EngineClient, model_name: str, prefix: MetricsPrefix = "gptserve") -> None:
         self._engine = engine
         self._model_name = model_name
         self._methods = {"HEAD"}  # those with a label of their own, which routes add to
@@ -65,6 +80,7 @@ class Metrics:
         self._journal_bytes: Callable[[], int] = int
         self._num_planned: Callable[[], int] = int
         self._files: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._has_vllm_names = prefix == "vllm"
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -141,7 +157,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+        families = list(self._registry.collect())  # so that a metric has one value, whatever its name
+        return generate_latest(_Collected([*families, *(vllm_families(families) if self._has_vllm_names else ())]))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers that the engine, its client, the connections and the store count."""

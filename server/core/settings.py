@@ -127,6 +127,9 @@ class ServerSettings:
     max_tokens_per_minute_per_key: Annotated[
         int | None, "maximum tokens of a key in a minute, prompts and answers; then it gets status 429"
     ] = None
+    metrics_prefix: Annotated[Literal["gptserve", "vllm"], "vllm adds vLLM's names to /metrics, for gateways"] = (
+        "gptserve"
+    )
     protect_operations: Annotated[bool, "also require an API key for /metrics, /version and /openapi.json"] = False
     priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
     allowed_origins: Annotated[
@@ -159,9 +162,7 @@ class ServerSettings:
         "normal: a power failure may lose the last commits to state-dir; full: none, with an fsync for each commit",
     ] = "normal"
     result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
-    max_results: Annotated[int, "maximum background completions to keep; new ones replace those that ended first"] = (
-        1_000
-    )
+    max_results: Annotated[int, "maximum background completions to keep; new replace those that ended first"] = 1_000
     # A thousand answers with all 20 alternatives to each of 100 tokens.
     max_results_bytes: Annotated[
         int, "maximum size of the background completions to keep; new ones replace those that ended first"

@@ -36,6 +36,7 @@ WRITTEN = {
     "operator": "ops,on-call",
     "root-path": "/llm",
     "max-requests-per-key": "3",
+    "metrics-prefix": "vllm",
     "max-tokens-per-minute-per-key": "1000",
     "log-prompts": "true",
     "protect-operations": "true",
