@@ -119,12 +119,13 @@ class Checkpoint:
             return part.type.cut(tensors, start, end)
         if part.type is PLAIN:
             (values,) = tensors.values()
-            values = values.t() if source.transpose else values.flatten() if source.is_flat else values
+            values = values.t() if source.transpose else values
         else:
             try:
                 values = _unpack(part.type, part.shape if source.entry is None else part.shape[1:], tensors, dtype)
             except UnfitError as fault:
                 raise InvalidCheckpointError(f"{name} is in {part.type.name}, which {fault}") from fault
+        values = values.flatten() if source.is_flat else values
         return (values if source.columns is None else values[:, start:end],)
 
     @cached_property

@@ -115,7 +115,11 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
             continue
         layer, part = f"{architecture.layers}.{found[1]}", found[2]
         if part in architecture.experts:
-            yield from _entries(keys, f"{layer}.{architecture.experts[part]}.{kind}", tensor)
+            num = keys.size("expert_count")
+            yield from _entries(keys, f"{layer}.{architecture.experts[part]}.{kind}", tensor, num, "experts")
+        elif part in architecture.heads:
+            num = keys.num_heads if part == "attn_q_norm" else keys.num_kv_heads
+            yield from _entries(keys, f"{layer}.{architecture.heads[part]}.{kind}", tensor, num, "heads")
         elif part == "attn_qkv" and part not in architecture.layer and "attn_q" in architecture.layer:
             yield from _projections(keys, layer, architecture, kind, tensor)
         else:
@@ -130,12 +134,11 @@ def _name(layer: str, part: str, kind: str, architecture: Architecture) -> str |
     return f"{layer}.{architecture.layer[part]}.{kind}" if part in architecture.layer else None
 
 
-def _entries(keys: Keys, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield each expert's part of a tensor; the name has {} for its number."""
-    num = keys.size("expert_count")
+def _entries(keys: Keys, name: str, tensor: StoredTensor, num: int, of_what: str) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield each of `num` parts of a tensor; the name has {} for its number."""
     if tensor.shape[0] != num:
         raise InvalidCheckpointError(
-            f"{keys.header.path}: tensor {tensor.name} must have {num} experts, got {tensor.shape[0]}"
+            f"{keys.header.path}: tensor {tensor.name} must have {num} {of_what}, got {tensor.shape[0]}"
         )
     for e in range(num):
         yield name.format(e), tensor.entry(e)

@@ -30,6 +30,7 @@ _GLM4 = {
 _PHI3 = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _PHI2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _PHI2_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+_STABLELM_NORMS = {f"attn_{x}_norm": f"self_attn.{x}_layernorm.norms.{{}}" for x in "qk"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _GPT2_SIZES = {
     "hidden_size": "n_embd",
@@ -282,7 +283,7 @@ DENSE: Mapping[str, Architecture] = {
         layer=LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         eps=("norm_epsilon", "attention.layer_norm_epsilon"),
     ),
-    "stablelm": Architecture("stablelm", _stablelm, eps=LAYER_NORM),
+    "stablelm": Architecture("stablelm", _stablelm, heads=_STABLELM_NORMS, eps=LAYER_NORM),
     "command-r": Architecture("cohere", _cohere, eps=LAYER_NORM),
     "cohere2": Architecture("cohere2", _cohere2, eps=LAYER_NORM),
     "exaone4": Architecture("exaone4", _exaone4, layer=LAYER | _OLMO2),

@@ -52,7 +52,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "Arcee",
             ),
             *("OLMo, clipped", "OLMo 2", "OLMo 3, past its window", "OLMoE"),
-            *("StableLM", "StableLM, parallel, biases", "Command R", "Command R7B, past its window"),
+            *(
+                "StableLM",
+                "StableLM, parallel, biases",
+                "StableLM 2 12B",
+                "Command R",
+                "Command R+",
+                "Command R7B, past its window",
+            ),
             *("EXAONE 4, past its window", "EXAONE 4 without a window", "Granite", "Granite MoE", "Nemotron"),
             *("ERNIE 4.5", "ERNIE 4.5 with biases", "GLM 4", "GLM 4 of 2025", "Seed-OSS", "MiniMax M2"),
             *("GLM 4.5", "GLM 4.5, in groups"),
@@ -208,6 +215,25 @@ def test_rows_that_are_no_heads_are_refused(tmp_path: Path) -> None:
     header = read_header(path)
     header.keys["chatglm.attention.head_count"] = 2
     with pytest.raises(InvalidCheckpointError, match=r"tensor blk.0.attn_qkv.\w+ must have \d+ rows, got 128"):
+        named_tensors(header)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "tensor", "of_what"),
+    [
+        ("StableLM 2 12B", "stablelm.attention.head_count_kv", "attn_k_norm", "1 heads, got 2"),
+        ("Mixtral", "llama.expert_count", r"ffn_\w+_exps", "1 experts, got 4"),
+    ],
+)
+def test_parts_that_are_no_heads_or_experts_are_refused(
+    model: str, key: str, tensor: str, of_what: str, tmp_path: Path
+) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS[model])
+    write_gguf(folder, path, GGMLQuantizationType.F16)
+    header = read_header(path)
+    header.keys[key] = 1
+    with pytest.raises(InvalidCheckpointError, match=rf"tensor blk.0.{tensor}.weight must have {of_what}$"):
         named_tensors(header)
 
 

@@ -92,12 +92,15 @@ def write_gguf(
         for i in range(num_layers, num_layers + num_behind):
             writer.add_tensor(f"blk.{i}.nextn.enorm.weight", np.ones(8, np.float32))
             writer.add_tensor(f"blk.{i}.attn_q.weight", np.ones((8, 8), np.float32))
-    experts: dict[str, list[np.ndarray]] = {}
+    experts, heads = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for name, value in values.items():
         if of_expert := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
             packed = quantize(value.astype(np.float32), quant)
             experts.setdefault(f"{of_expert[1]}.{of_expert[2]}.weight", []).append(packed)
             values[name] = dequantize(packed, quant)
+            continue
+        if of_head := re.fullmatch(r"(model\.layers\.\d+\.self_attn\.[qk]_layernorm)\.norms\.\d+\.weight", name):
+            heads.setdefault(f"{of_head[1]}.weight", []).append(value)
             continue
         data = value.astype(np.float32)
         is_transposed, axis = _is_transposed(config, name), -1 if value.ndim < 2 or name.endswith("bias") else -2
@@ -117,6 +120,8 @@ def write_gguf(
         values[name] = np.ascontiguousarray(data.swapaxes(-1, -2) if is_transposed else data)
     for name, parts in experts.items():
         writer.add_tensor(_of_gguf(name, names), np.stack(parts), raw_dtype=quant)
+    for name, parts in heads.items():
+        writer.add_tensor(_of_gguf(name, names), np.stack(parts))
     _finish(writer)
     if in_place is not None:
         save_file(values, in_place / "model.safetensors")
