@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 
 import gptserve
 from gptserve.server.api.background import background_router
+from gptserve.server.api.batches import batches_router
 from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.embeddings import embeddings_router, other_tasks_router
 from gptserve.server.api.files import files_router
@@ -28,6 +29,8 @@ from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.api.responses import responses_router
 from gptserve.server.api.tokenize import tokenize_router
+from gptserve.server.batches.batches import Batches
+from gptserve.server.batches.store import BatchStore
 from gptserve.server.completions.model import ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
@@ -60,10 +63,12 @@ logger = logging.getLogger(__name__)
 MAX_PATH = 200  # characters of a path in a message
 
 
-def create_app(models: ModelRegistry, options: AppOptions, store: JobStore, file_store: FileStore) -> FastAPI:
+def create_app(
+    models: ModelRegistry, options: AppOptions, store: JobStore, file_store: FileStore, batch_store: BatchStore
+) -> FastAPI:
     """Return the application; the engines may start later. `app.state` has the lifecycle, what is kept and the metrics.
 
-    Background completions are kept in `store`, files in `file_store`. Raises KeyFileError.
+    Background completions are kept in `store`, files and batches in those of theirs. Raises KeyFileError.
     """
     metrics = Metrics(models.default.engine, models.default.name, options.settings.metrics_prefix)
     settings = options.settings
@@ -84,11 +89,10 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore, file
     }
     former_owners = NO_FORMER_OWNERS if keys is None else FormerOwners(keys.positions, keys.owners)
     jobs = BackgroundJobs(service, store, restore, former_owners=former_owners)
-    metrics.watch_background(jobs.counts)
-    metrics.watch_journal(store.num_bytes)
-    store.on_write = metrics.journal_write_time.observe
-    files = Files(file_store, FileLimits(settings.max_file_bytes, settings.max_files_bytes, has_several_owners))
-    metrics.watch_files(lambda: (files.num_files, files.num_bytes))
+    file_limits = FileLimits(settings.max_file_bytes, settings.max_files_bytes, has_several_owners)
+    files = Files(file_store, file_limits)
+    batches = Batches(service, files, batch_store, file_limits)
+    _watch(metrics, jobs, store, files, batches)
     if keys is not None:
         for name in keys.positions.keys() & set(settings.operators) - keys.owners:
             logger.warning("--operator %s names no key any more: that key is now %s", name, keys.positions[name])
@@ -111,9 +115,9 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore, file
     )
     app.state.lifecycle = service.lifecycle
     app.state.jobs = jobs
-    app.state.files = files
+    app.state.files, app.state.batches = files, batches
     app.state.metrics = metrics
-    routers = [*_task_routers(service, jobs), files_router(service, files)]
+    routers = [*_task_routers(service, jobs), files_router(service, files), batches_router(service, batches)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
     if settings.playground and settings.engine.task == "generate":
         routers.append(playground_router(service))
@@ -121,6 +125,15 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore, file
         app.include_router(router)
         _expect_answers(router, metrics)
     return app
+
+
+def _watch(metrics: Metrics, jobs: BackgroundJobs, store: JobStore, files: Files, batches: Batches) -> None:
+    """Show what is kept in the metrics."""
+    metrics.watch_background(jobs.counts)
+    metrics.watch_journal(store.num_bytes)
+    store.on_write = metrics.journal_write_time.observe
+    metrics.watch_files(lambda: (files.num_files, files.num_bytes))
+    metrics.watch_batches(batches.counts, batches.num_lines)
 
 
 def _task_routers(service: Service, jobs: BackgroundJobs) -> list[APIRouter]:

@@ -28,6 +28,8 @@ from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import SamplingParams
+from gptserve.server.batches.folder import FolderBatchStore
+from gptserve.server.batches.store import BatchStore, BatchStoreError
 from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.logs import load_logging_engine
@@ -42,6 +44,7 @@ from gptserve.weights.source import Download, fetch_model, local_model, model_na
 if TYPE_CHECKING:  # they import the web framework
     from fastapi import FastAPI
 
+    from gptserve.server.batches.batches import Batches
     from gptserve.server.completions.model import Model
     from gptserve.server.http.loading import LoadingApp, Progress
     from gptserve.server.http.server import HttpServer
@@ -102,7 +105,9 @@ class ServingProcess:
         self.hangs = False
         self._store: JobStore = SqliteJobStore(settings.state_dir, settings.state_sync)
         state_dir = settings.state_dir
-        self._file_store: FileStore = FolderFileStore(None if state_dir is None else state_dir / "files")
+        self._file_store: FileStore = FolderFileStore(state_dir and state_dir / "files")
+        self._batch_store: BatchStore = FolderBatchStore(state_dir and state_dir / "batches", settings.state_sync)
+        self._batches: Batches | None = None
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._model: Model | None = None
@@ -131,8 +136,10 @@ class ServingProcess:
                 await self._finish(self._serving, "the HTTP server")
             if self._model is not None:
                 self._model.close()
+            if self._batches is not None:
+                await self._finish(self._batches.suspend(), "batches")
             await self._finish(self._store.close(), "the journal")
-            await self._finish(self._file_store.close(), "the files")
+            await self._finish(asyncio.gather(self._file_store.close(), self._batch_store.close()), "the files")
             if self._tracing is not None:
                 await self._finish(asyncio.to_thread(self._tracing.close), "the traces")
             await self._finish(loop.shutdown_default_executor(), "a thread")
@@ -153,7 +160,9 @@ class ServingProcess:
             loading_app, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
             await app.state.files.start()
             await app.state.jobs.start()
-        except (JobStoreError, FileStoreError) as error:
+            await app.state.batches.start()
+            self._batches = app.state.batches
+        except (JobStoreError, FileStoreError, BatchStoreError) as error:
             raise StartError(f"state-dir: {error}") from error
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
@@ -264,9 +273,8 @@ class ServingProcess:
                 self._tracing = Tracing(settings.otlp_traces_endpoint)
             except ValueError as error:  # of the library's own variables
                 raise StartError(f"otlp-traces-endpoint: {error}") from error
-        app = create_app(
-            ModelRegistry(model), AppOptions(settings, tracing=self._tracing), self._store, self._file_store
-        )
+        options, stores = AppOptions(settings, tracing=self._tracing), (self._file_store, self._batch_store)
+        app = create_app(ModelRegistry(model), options, self._store, *stores)
         return app, partial(log_banner, model, settings)
 
     async def _serve(self, jobs: BackgroundJobs, lifecycle: Lifecycle) -> int:

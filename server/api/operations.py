@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.batches import BatchRequest
 from gptserve.server.schemas.completions import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
 from gptserve.server.schemas.embeddings import EmbeddingRequest
 from gptserve.server.schemas.messages import MessageEvent, MessagesErrorBody, MessagesRequest, TokenCountRequest
@@ -74,7 +75,7 @@ def operations_router(service: Service) -> APIRouter:
             of_messages = MessagesRequest, TokenCountRequest, MessageEvent, MessagesErrorBody
             of_generation = *completions, ResponsesRequest, ResponseEvent, *of_messages
             of_task = of_generation if settings.engine.task == "generate" else (EmbeddingRequest,)
-            models = (*of_task, *TOKENIZE_BODIES)
+            models = (*of_task, *TOKENIZE_BODIES, BatchRequest)
             make = partial(openapi_document, request.app, models, settings)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)

@@ -7,13 +7,16 @@ are drawn from the batch and its number: whoever computes it again gets the same
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from gptserve.engine.process.client import TokenStream
 from gptserve.server.batches.lines import BatchLine, RawLine, line_digest, line_of, line_seed
-from gptserve.server.completions.admission import planned
+from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.chat import plan_chat
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
@@ -21,11 +24,20 @@ from gptserve.server.completions.planning import Place
 from gptserve.server.completions.run import CompletionRun, expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.core.error_responses import error_body, status_of, to_service_error
-from gptserve.server.schemas.completions import ChatRequest, CompletionRequest, GenerationRequest
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.embeddings.answer import EmbeddingRun
+from gptserve.server.embeddings.plan import EmbeddingPlan, plan_embeddings
+from gptserve.server.responses.plan import plan_response
+from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
+from gptserve.server.schemas.embeddings import EmbeddingRequest
 from gptserve.server.schemas.fields import take_fields
+from gptserve.server.schemas.response_fields import take_response_fields
+from gptserve.server.schemas.responses import ItemReference, ResponsesRequest, StoredRequest
 from gptserve.server.schemas.seed import DRAW
 from gptserve.server.text.output import Delta
+from gptserve.weights.pooling import Task
 
+_ENDS = ("draining", "engine_unavailable")  # codes of errors of the server, which another one may not have
 _ENCODER = PiecewiseEncoder(ensure_ascii=False)
 
 
@@ -38,28 +50,45 @@ class Batch:
     owner: str | None = None
 
 
+Take = Callable[..., tuple[dict[str, object], list[str]]]
+Plan = CompletionPlan | EmbeddingPlan
+Wait = Callable[[float], Awaitable[object]]
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How to read the body of a line, and to plan it."""
+    """How to read the body of a line, which fields have no sense in it, and how to plan it."""
 
-    schema: type[GenerationRequest]
-    plan: Callable[[GenerationRequest, Service, str | None], Awaitable[CompletionPlan]]
-
-
-async def _plan_completion(body: GenerationRequest, service: Service, owner: str | None) -> CompletionPlan:
-    assert isinstance(body, CompletionRequest)
-    return await plan_completion(body, service, owner)
+    schema: type[BaseModel]
+    take: Take
+    refused: tuple[str, ...]
+    plan: Callable[[Any, Service, str | None], Awaitable[Plan]]
 
 
-async def _plan_chat(body: GenerationRequest, service: Service, owner: str | None) -> CompletionPlan:
-    assert isinstance(body, ChatRequest)
-    return await plan_chat(body, service, owner)
+async def _plan_response(body: ResponsesRequest, service: Service, owner: str | None) -> CompletionPlan:
+    if not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input):
+        raise InvalidRequestError("an item_reference may not be given in a batch", param="input")
+    given = {**dict(body), "store": False, "earlier": []}
+    return await plan_response(StoredRequest.model_construct(**given), None, service, owner)
 
 
-ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, _plan_chat),
-    "/v1/completions": Endpoint(CompletionRequest, _plan_completion),
+_OF_COMPLETIONS = ("stream", "background", "request_id")
+_OF_RESPONSES = ("stream", "background", "store", "previous_response_id")
+
+ENDPOINTS: Mapping[Task, Mapping[str, Endpoint]] = {
+    "generate": {
+        "/v1/chat/completions": Endpoint(ChatRequest, take_fields, _OF_COMPLETIONS, plan_chat),
+        "/v1/completions": Endpoint(CompletionRequest, take_fields, _OF_COMPLETIONS, plan_completion),
+        "/v1/responses": Endpoint(ResponsesRequest, take_response_fields, _OF_RESPONSES, _plan_response),
+    },
+    "embed": {"/v1/embeddings": Endpoint(EmbeddingRequest, take_fields, (), plan_embeddings)},
 }
+"""By the task of the server, and by url."""
+
+
+def endpoints_of(service: Service) -> Mapping[str, Endpoint]:
+    """Return what the lines of a batch may ask this server for, by url."""
+    return ENDPOINTS.get(service.options.settings.engine.task, {})
 
 
 def result_id(batch: Batch, n: int) -> str:
@@ -74,20 +103,26 @@ def has_failed(result: Mapping[str, Mapping[str, object] | None]) -> bool:
 
 
 async def compute_line(
-    service: Service, batch: Batch, raw: RawLine, wait: Callable[[], Awaitable[object]], *, is_repeated: bool
+    service: Service,
+    batch: Batch,
+    raw: RawLine,
+    wait: Wait,
+    urls: Collection[str] | None = None,
+    *,
+    is_repeated: bool = False,
 ) -> tuple[str, bool]:
     """Compute a line; return its result as JSON, and whether it has failed.
 
-    Raises EngineDiedError if no engine is left.
-    wait: returns when another line has ended, which leaves its places in the queue. is_repeated: a line before has the
-    same custom_id.
+    Raises EngineDiedError if no engine is left, and ServiceError if the server shuts down.
+    wait: returns when another line has ended, which leaves its places in the queue, or so many seconds are over.
+    urls: those that it may have, of all that the server has. is_repeated: a line before has the same custom_id.
     """
     settings = service.options.settings
     custom_id: str | None = None
     response: dict[str, object] | None = None
     error: dict[str, object] | None = None
     try:
-        line = line_of(raw, settings.max_body_bytes, ENDPOINTS, is_repeated=is_repeated)
+        line = line_of(raw, settings.max_body_bytes, urls or endpoints_of(service), is_repeated=is_repeated)
         custom_id = line.custom_id
         try:
             status, body = 200, await _compute(service, batch, raw, line, wait)
@@ -95,12 +130,16 @@ async def compute_line(
             raise
         except Exception as failure:
             told = to_service_error(failure)
+            if told.code in _ENDS:
+                raise told from failure
             status, body = status_of(told), dict(error_body(told))
         response = {"status_code": status, "request_id": f"req_{line_digest(batch.batch_id, raw.n)}", "body": body}
     except EngineDiedError:
         raise
     except Exception as failure:  # no request could be read
         told = to_service_error(failure)
+        if told.code in _ENDS:
+            raise
         error = {"code": told.code, "message": str(told), "line": raw.n}
     result: dict[str, Any] = {
         "id": result_id(batch, raw.n),
@@ -111,24 +150,50 @@ async def compute_line(
     return await service.in_thread(_ENCODER.encode, result), has_failed(result)
 
 
-async def _compute(
-    service: Service, batch: Batch, raw: RawLine, line: BatchLine, wait: Callable[[], Awaitable[object]]
-) -> dict[str, object]:
+def expired_line(batch: Batch, raw: RawLine, max_bytes: int, urls: Collection[str]) -> str:
+    """Return the result of a line that was not computed in time, as JSON."""
+    custom_id = line_of(raw, max_bytes, urls, is_repeated=False).custom_id
+    message = "this request could not be computed before the completion window was over"
+    error = {"code": "batch_expired", "message": message, "line": raw.n}
+    return _ENCODER.encode({"id": result_id(batch, raw.n), "custom_id": custom_id, "response": None, "error": error})
+
+
+async def _compute(service: Service, batch: Batch, raw: RawLine, line: BatchLine, wait: Wait) -> dict[str, object]:
     """Return the answer to a line."""
-    endpoint, started_at = ENDPOINTS[line.url], time.perf_counter()
-    fields, _ = take_fields(line.body, endpoint.schema, strict=service.options.settings.strict_fields)
+    endpoint, started_at = endpoints_of(service)[line.url], time.perf_counter()
+    for name in endpoint.refused:
+        if line.body.get(name) not in (None, False):
+            raise InvalidRequestError(f"{name} may not be given in a batch", param=name)
+    fields, _ = endpoint.take(line.body, endpoint.schema, strict=service.options.settings.strict_fields)
     body = endpoint.schema.model_validate(fields)
-    _check_together(body)
-    if body.seed in (None, DRAW):
+    if hasattr(body, "seed") and body.seed in (None, DRAW):
         body = body.model_copy(update={"seed": line_seed(batch.batch_id, raw.n)})
     while True:
         try:
-            with planned(service, Place(batch.owner), len(raw.data or b"")) as planning:
-                plan = _of_line(await endpoint.plan(body, planning, batch.owner), batch, raw.n)
-            stream = service.using(plan.model).submit(plan.requests, batch.owner)
+            place = Place(batch.owner, is_filler=True)
+            with planned(service, place, len(raw.data or b"")) as planning:
+                plan = await endpoint.plan(body, planning, batch.owner)
+                if isinstance(plan, EmbeddingPlan):
+                    return await _embed(_vectors_of_line(plan, batch, raw.n), planning, started_at, wait)
+                plan = _of_line(plan, batch, raw.n)
+                stream = planning.using(plan.model).submit(plan.requests, batch.owner)
             break
-        except QueueFullError:  # of the choices of other lines: one alone that does not fit is refused
-            await wait()
+        except (QueueFullError, ServiceError) as error:
+            await wait(_wait_s(error))
+    return await _complete(plan, service, stream, started_at)
+
+
+def _wait_s(error: QueueFullError | ServiceError) -> float:
+    """Return after how long a line may be let in that others or its owner's limits keep out, else raise the error."""
+    told = to_service_error(error)
+    if status_of(told) != 429 or told.retry_after_s is None:
+        raise error
+    return told.retry_after_s
+
+
+async def _complete(
+    plan: CompletionPlan, service: Service, stream: TokenStream, started_at: float
+) -> dict[str, object]:
     run = CompletionRun(plan, service, started_at)
     run.is_failed = True
     collected: list[list[Delta]] = [[] for _ in plan.requests]
@@ -142,7 +207,29 @@ async def _compute(
     finally:
         stream.abort()
         run.close()
+        service.limits.charge(plan.identity.owner, run.output.num_tokens)
     return plan.whole(collected, run.output.usage())
+
+
+async def _embed(plan: EmbeddingPlan, planning: Service, started_at: float, wait: Wait) -> dict[str, object]:
+    """Return the vectors of a line, whose inputs take turns where they are more than fit into the queue."""
+    run, start = EmbeddingRun(planning, plan, started_at), 0
+    run.is_failed = True
+    try:
+        while start < len(plan.requests):
+            try:
+                run.submit(start)
+            except (QueueFullError, ServiceError) as error:
+                await wait(_wait_s(error))
+                continue
+            leave(planning)
+            await run.follow()
+            start += plan.num_at_once
+        run.is_failed = False
+    finally:
+        run.stop()
+        run.close()
+    return run.answer()
 
 
 def _of_line(plan: CompletionPlan, batch: Batch, n: int) -> CompletionPlan:
@@ -155,8 +242,9 @@ def _of_line(plan: CompletionPlan, batch: Batch, n: int) -> CompletionPlan:
     return replace(plan, identity=identity, requests=requests)
 
 
-def _check_together(body: GenerationRequest) -> None:
-    """Raise InvalidRequestError for what has no sense in a batch."""
-    for name in ("stream", "background", "request_id"):
-        if getattr(body, name):
-            raise InvalidRequestError(f"{name} may not be given in a batch", param=name)
+def _vectors_of_line(plan: EmbeddingPlan, batch: Batch, n: int) -> EmbeddingPlan:
+    answer_id = f"embd-{line_digest(batch.batch_id, n)}"
+    requests = tuple(
+        replace(request, request_id=f"{answer_id}-{i}", is_filler=True) for i, request in enumerate(plan.requests)
+    )
+    return replace(plan, requests=requests)

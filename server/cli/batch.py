@@ -204,7 +204,7 @@ class _Run:
         self._num_failed += failed
         bar.update()
 
-    async def _wait_for_an_end(self) -> None:
-        """Return when a line has ended after this call."""
+    async def _wait_for_an_end(self, _wait_s: float) -> None:
+        """Return when a line has ended after this call: nothing else is in the queue."""
         self._ended.clear()
         await self._ended.wait()

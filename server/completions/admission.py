@@ -6,11 +6,12 @@ Routes enter with `planned`; `plan.py` takes the places of the choices once it k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.completions.fillers import check_filler_room
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 
@@ -36,7 +37,7 @@ def planned(service: Service, place: Place, num_bytes: int) -> Iterator[Service]
 
 def hold(service: Service, num_bytes: int) -> None:
     """Count more bytes that are held for the request that is planned. Raises ServiceError."""
-    with service.counting_rejections():
+    with nullcontext() if service.place.is_filler else service.counting_rejections():
         service.planning.hold(service.place, num_bytes)
 
 
@@ -58,7 +59,8 @@ def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -
     if num_requests > most:
         message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
-    service.limits.check_possible(owner, n, num_prompts)
+    if not service.place.is_filler:
+        service.limits.check_possible(owner, n, num_prompts)
     _take_in_place(service, owner, num_requests)
 
 
@@ -76,20 +78,24 @@ def take_inputs(service: Service, owner: str | None, num_inputs: int) -> int:
 
 def _take_in_place(service: Service, owner: str | None, num_requests: int) -> None:
     """Count requests as waiting, in the place of what counts so far. Raises ServiceError or QueueFullError."""
-    _take(service, -service.place.num_requests)
-    with service.counting_rejections():
-        service.limits.check(owner, num_requests)
-        service.model.engine.check_room(num_requests, service.planning.num_requests)
+    place = service.place
+    _take(service, -place.num_requests)
+    if place.is_filler:  # it waits where others are refused
+        check_filler_room(service, owner, num_requests)
+    else:
+        with service.counting_rejections():
+            service.limits.check(owner, num_requests)
+            service.model.engine.check_room(num_requests, service.planning.num_requests)
     _take(service, num_requests)
 
 
 def _take(service: Service, num_requests: int) -> None:
-    if service.planning.take(service.place, num_requests):
+    if service.planning.take(service.place, num_requests) and not service.place.is_filler:
         service.limits.note_planned(service.place.owner, num_requests)
 
 
 def leave(service: Service) -> None:
     """Count a request no more, as it is planned or is not to be; does nothing if it has left."""
     place = service.place
-    if service.planning.leave(place):
+    if service.planning.leave(place) and not place.is_filler:
         service.limits.note_planned(place.owner, -place.num_requests)

@@ -32,13 +32,15 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 class Place:
     """A request while it is planned. started_at is by time.perf_counter, `receive` tells when its client hangs up.
 
-    num_bytes of bodies are held for it, num_requests count as waiting; `Planning` changes both.
+    num_bytes of bodies are held for it, num_requests count as waiting; `Planning` changes both. is_filler: it is for
+    fillers, which do not count among the requests of their owner and leave half of the queue to others.
     """
 
     owner: str | None = None
     started_at: float = field(default_factory=time.perf_counter)
     timeout_ms: int | None = None
     receive: Receive | None = None
+    is_filler: bool = False
     num_bytes: int = 0
     num_requests: int = 0
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from gptserve.engine.errors import EngineError
 from gptserve.engine.pooling import AnyRequest, PoolingRequest
 from gptserve.engine.process.client import TokenStream
+from gptserve.server.completions.fillers import check_filler_room
 from gptserve.server.completions.model import Model, ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.planning import Place, Planning
@@ -70,7 +71,7 @@ class Service:
     def admit(self, owner: str | None) -> None:
         """Raise ServiceError if completions are refused: of this owner, or of all, as the server shuts down."""
         with self.counting_rejections():
-            self._check_open()
+            self.check_open()
             self.limits.check(owner, 1)
 
     def submit(self, requests: Sequence[AnyRequest], owner: str | None, *, go_on: bool = False) -> TokenStream:
@@ -78,21 +79,25 @@ class Service:
 
         Those that go_on are the rest of what was let in, in the places of its first ones.
         """
-        with self.counting_rejections():
-            if go_on:
-                self.check_alive()
-            else:
-                self._check_open()
-                self.limits.check(owner, len(requests))
+        if self.place.is_filler:
+            check_filler_room(self, owner, len(requests))
             stream = self.model.engine.submit(requests)
-        self.limits.begin(owner, stream)
+        else:
+            with self.counting_rejections():
+                if go_on:
+                    self.check_alive()
+                else:
+                    self.check_open()
+                    self.limits.check(owner, len(requests))
+                stream = self.model.engine.submit(requests)
+            self.limits.begin(owner, stream)
         prompts = [r for r in requests if isinstance(r, PoolingRequest) or r.choice_index == 0]
         self.limits.charge(owner, sum(len(request.prompt_token_ids) for request in prompts))
         return stream
 
     def check_ready(self) -> None:
         """Raise ServiceError unless an engine is loaded. During a restart requests are accepted and queue."""
-        self._check_open()
+        self.check_open()
         if not self.model.engine.is_ready:
             raise ServiceError("engine_restarting", "the engine died and is being started again")
 
@@ -101,7 +106,8 @@ class Service:
         if not self.model.engine.is_alive:
             raise ServiceError("engine_unavailable", "no engine is running: it is loading or has died")
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ServiceError if the server shuts down, or no engine is running."""
         if self.lifecycle.is_draining:  # checked first: after draining the engine is closed
             raise shutting_down()
         self.check_alive()

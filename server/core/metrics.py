@@ -21,7 +21,7 @@ from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import EngineClient
 from gptserve.engine.request import FinishReason
 from gptserve.engine.stats import STEP_TOKENS_BUCKETS, EngineStats
-from gptserve.server.core.background_status import BackgroundStatus
+from gptserve.server.core.background_status import BATCH_STATUSES, BackgroundStatus
 from gptserve.server.core.error_responses import codes_of, status_of, to_service_error
 from gptserve.server.core.vllm_metrics import vllm_families
 
@@ -81,6 +81,8 @@ class Metrics:
         self._num_planned: Callable[[], int] = int
         self._files: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._has_vllm_names = prefix == "vllm"
+        self._batches: Callable[[], Mapping[str, int]] = dict
+        self._batch_lines: Callable[[], Mapping[str, int]] = dict
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -141,6 +143,10 @@ class Metrics:
         """Show how many files are kept, and their bytes; `totals` returns both."""
         self._files = totals
 
+    def watch_batches(self, counts: Callable[[], Mapping[str, int]], lines: Callable[[], Mapping[str, int]]) -> None:
+        """Show the number of batches by status, and that of the lines that have ended, by how; these return them."""
+        self._batches, self._batch_lines = counts, lines
+
     def watch_planning(self, num_requests: Callable[[], int]) -> None:
         """Count requests that are being planned as waiting, too."""
         self._num_planned = num_requests
@@ -195,6 +201,11 @@ class Metrics:
         kept: dict[tuple[str, ...], float] = {(status,): counts.get(status, 0) for status in get_args(BackgroundStatus)}
         text = "Background and keyed completions"
         yield self._family(GaugeMetricFamily, "kept_completions", text, kept, "status")
+        counts, lines = self._batches(), self._batch_lines()
+        of_batches: dict[tuple[str, ...], float] = {(status,): counts.get(status, 0) for status in BATCH_STATUSES}
+        yield self._family(GaugeMetricFamily, "batches", "Batches", of_batches, "status")
+        of_lines: dict[tuple[str, ...], float] = {(result,): lines.get(result, 0) for result in ("completed", "failed")}
+        yield self._family(CounterMetricFamily, "batch_lines", "Lines of batches that ended", of_lines, "result")
         if engine.is_alive:
             yield from self._infos()
 

@@ -47,12 +47,14 @@ class Upload:
     def __init__(self, files: Files, owner: str | None, content: NewContent, file_id: str) -> None:
         self._files, self._owner, self._content, self.file_id = files, owner, content, file_id
         self.num_bytes = 0
+        self.max_bytes: int | None = None
 
     async def write(self, data: bytes) -> None:
         """Add bytes. Raises ServiceError."""
-        self._files._check_room(self._owner, len(data), self.num_bytes)
+        if self.max_bytes is not None and self.num_bytes + len(data) > self.max_bytes:
+            raise ServiceError("body_too_large", f"a file may have at most {self.max_bytes} bytes", param="file")
+        self._files.take_room(self._owner, len(data), is_kept=self.max_bytes is None)
         self.num_bytes += len(data)
-        self._files._held_bytes[self._owner] += len(data)
         await self._content.write(data)
 
     async def keep(self, filename: str, purpose: Purpose, keep_s: int | None = None) -> FileRecord:
@@ -126,17 +128,16 @@ class Files:
             raise ServiceError("rate_limit_exceeded", message, retry_after_s=1)
         num[owner] += 1
         try:
+            self._check_number(owner)
             async with self.writing(owner, f"file-{uuid.uuid4().hex}") as upload:
+                upload.max_bytes = self._limits.max_file_bytes
                 yield upload
         finally:
             num[owner] -= 1
 
     @asynccontextmanager
     async def writing(self, owner: str | None, file_id: str) -> AsyncIterator[Upload]:
-        """Yield the same, with an id, for what the server itself writes."""
-        if self._num_files.total() >= MAX_FILES or self._num_files[owner] >= self._limits.share(MAX_FILES):
-            message = f"at most {MAX_FILES} files may be kept, {self._num_files[owner]} of yours are: delete some"
-            raise ServiceError("too_many_kept", message, retry_after_s=1)
+        """Yield the same, with an id and without limits, for what the server itself writes: results have room."""
         upload = Upload(self, owner, await self._store.begin(file_id), file_id)
         try:
             yield upload
@@ -161,6 +162,23 @@ class Files:
         self._num_readers[file_id] -= 1
         if not self._num_readers[file_id]:
             del self._num_readers[file_id]
+
+    def take_room(self, owner: str | None, num_bytes: int, *, is_kept: bool = False) -> None:
+        """Count bytes that are kept for an owner. Raises ServiceError if they are too many, unless they are kept."""
+        limits = self._limits
+        own, most = self._held_bytes[owner] + num_bytes, limits.share(limits.max_files_bytes)
+        is_over = own > most or self._held_bytes.total() + num_bytes > limits.max_files_bytes
+        if is_over and not is_kept:
+            message = (
+                f"all files may have at most {limits.max_files_bytes} bytes, and of a key {most}: delete some, as "
+                f"yours would have {own}"
+            )
+            raise ServiceError("too_many_kept", message, param="file", retry_after_s=1)
+        self._held_bytes[owner] += num_bytes
+
+    def give_room(self, owner: str | None, num_bytes: int) -> None:
+        """Count bytes no more."""
+        self._held_bytes[owner] -= num_bytes
 
     def is_kept(self, file_id: str) -> bool:
         """Whether there is such a file, whosever it is."""
@@ -192,18 +210,10 @@ class Files:
         self._records[record.file_id] = record
         self._num_files[record.owner] += 1
 
-    def _check_room(self, owner: str | None, num_more: int, num_arrived: int) -> None:
-        """Raise ServiceError if so many bytes more are too many for a file, its owner or all."""
-        limits = self._limits
-        if num_arrived + num_more > limits.max_file_bytes:
-            raise ServiceError("body_too_large", f"a file may have at most {limits.max_file_bytes} bytes", param="file")
-        own, most = self._held_bytes[owner] + num_more, limits.share(limits.max_files_bytes)
-        if own > most or self._held_bytes.total() + num_more > limits.max_files_bytes:
-            message = (
-                f"all files may have at most {limits.max_files_bytes} bytes, and of a key {most}: delete some, as "
-                f"yours would have {own}"
-            )
-            raise ServiceError("too_many_kept", message, param="file", retry_after_s=1)
+    def _check_number(self, owner: str | None) -> None:
+        if self._num_files.total() >= MAX_FILES or self._num_files[owner] >= self._limits.share(MAX_FILES):
+            message = f"at most {MAX_FILES} files may be kept, {self._num_files[owner]} of yours are: delete some"
+            raise ServiceError("too_many_kept", message, retry_after_s=1)
 
     async def _expire_regularly(self) -> None:
         while True:

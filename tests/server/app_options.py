@@ -11,6 +11,8 @@ from fastapi import FastAPI
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.app import create_app
+from gptserve.server.batches.folder import FolderBatchStore
+from gptserve.server.batches.store import BatchStore
 from gptserve.server.completions.model import Model, ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.core.settings import ServerSettings
@@ -47,9 +49,10 @@ def make_app(
     name: str = "m",
     store: JobStore | None = None,
     file_store: FileStore | None = None,
+    batch_store: BatchStore | None = None,
     **options: Any,
 ) -> FastAPI:
     """Return an application around an engine, with options as `model_and_options` takes them."""
     model, app_options = model_and_options(engine, tokenizer, name, **options)
-    stores = store or SqliteJobStore(None), file_store or FolderFileStore(None)
+    stores = store or SqliteJobStore(None), file_store or FolderFileStore(None), batch_store or FolderBatchStore(None)
     return create_app(ModelRegistry(model), app_options, *stores)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvloop
 
+from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import BoundedHttpProtocol
@@ -74,14 +75,18 @@ class Api:
         self.engine = engine
         self.store = SqliteJobStore(state_dir)
         self.file_store = FolderFileStore(None if state_dir is None else state_dir / "files")
+        self.batch_store = FolderBatchStore(None if state_dir is None else state_dir / "batches")
         options = {"chat_template": None if template is None else shared_template(template), **options}
-        self.app = make_app(engine, tokenizer or ByteTokenizer(), MODEL, self.store, self.file_store, **options)
+        stores = self.store, self.file_store, self.batch_store
+        self.app = make_app(engine, tokenizer or ByteTokenizer(), MODEL, *stores, **options)
 
     def close(self) -> None:
         """End the thread of the journal; all event loops are closed already."""
         self.store._thread.submit(self.store._disconnect)
         self.store._thread.shutdown()
         self.file_store._folder.close()
+        self.batch_store._thread.submit(self.batch_store._folder.close)
+        self.batch_store._thread.shutdown()
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Send one request on an event loop of its own."""
@@ -196,11 +201,14 @@ class LiveServer(Api):
             self.server.startup = announce  # type: ignore[method-assign]
             await self.app.state.files.start()
             await self.app.state.jobs.start()
+            await self.app.state.batches.start()
             await self.server.serve([self._socket])
             await self.engine.close()
             await self.app.state.jobs.settle()
+            await self.app.state.batches.suspend()
             await self.app.state.files.close()
             await self.file_store.close()
+            await self.batch_store.close()
             await self.store.close()
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from gptserve.server.app import create_app
+from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.completions.model import ModelRegistry
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.files.folder import FolderFileStore
@@ -88,7 +89,7 @@ def test_a_request_is_computed_by_the_model_that_it_names(name: str, answers: st
     async def ask() -> dict[str, Any]:
         _, options = model_and_options(FakeEngineClient(), ByteTokenizer())
         store = SqliteJobStore(None)
-        app = create_app(models, options, store, FolderFileStore(None))
+        app = create_app(models, options, store, FolderFileStore(None), FolderBatchStore(None))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             body = {"model": name, "prompt": "hi", "max_tokens": 2}
             headers = {"idempotency-key": "k"} if background else {}
