@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import pre_tokenizers
 
 from gptserve.weights.source import resolve_model
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.weights.gguf.written import write_tokenizer
-from tests.weights.tiny_tokenizers import CORPUS, FAMILIES
+from tests.weights.tiny_tokenizers import CORPUS, FAMILIES, LLAMA3, O200K, QWEN, byte_level, split
 
-KINDS = {
-    "gpt2": "gpt-2",
-    "gpt_bigcode": "starcoder",
-    "bloom": "bloom",
-    "llama3": "llama-bpe",
-    "qwen": "qwen2",
-    "tekken": "tekken",
-    "llama2": None,
-    "gemma": None,
+SEED = QWEN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+
+def falcon() -> Library:
+    tokenizer = byte_level()
+    first = pre_tokenizers.Punctuation(behavior="contiguous"), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    last = pre_tokenizers.Digits(individual_digits=False), split("[0-9][0-9][0-9]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, *last])
+    return tokenizer
+
+
+def deepseek_coder() -> Library:
+    patterns = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+    return byte_level(*map(split, patterns), DIGITS)
+
+
+KINDS: dict[str, tuple[Callable[[], Library], str | None]] = {
+    "gpt2": (FAMILIES["gpt2"], "gpt-2"),
+    "gpt_bigcode": (FAMILIES["gpt_bigcode"], "starcoder"),
+    "bloom": (FAMILIES["bloom"], "bloom"),
+    "llama3": (FAMILIES["llama3"], "llama-bpe"),
+    "qwen": (FAMILIES["qwen"], "qwen2"),
+    "tekken": (FAMILIES["tekken"], "tekken"),
+    "llama2": (FAMILIES["llama2"], None),
+    "gemma": (FAMILIES["gemma"], None),
+    "gpt_neox": (FAMILIES["gpt_neox"], "olmo"),
+    "cohere": (lambda: byte_level(DIGITS, nfc=True), "command-r"),
+    "falcon": (falcon, "falcon"),
+    "glm": (lambda: byte_level(split(LLAMA3)), "glm4"),
+    "hunyuan": (lambda: byte_level(split(QWEN)), "hunyuan"),
+    "gpt_oss": (lambda: byte_level(split(O200K)), "gpt-4o"),
+    "seed": (lambda: byte_level(split(SEED)), "seed-coder"),
+    "deepseek v3": (
+        lambda: byte_level(split(r"\p{N}{1,3}"), split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"), split(DEEPSEEK)),
+        "deepseek-v3",
+    ),
+    "deepseek coder": (deepseek_coder, "deepseek-coder"),
 }
 NUM_TEXTS = 300
 
@@ -28,10 +64,11 @@ NUM_TEXTS = 300
 @pytest.mark.parametrize("name", KINDS)
 def test_the_ids_are_those_of_the_original(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    original = FAMILIES[name]()
+    make, pre = KINDS[name]
+    original = make()
     (tmp_path / "original").mkdir()
     original.save(str(tmp_path / "original" / "tokenizer.json"))
-    write_tokenizer(original, tmp_path / "file.gguf", pre=KINDS[name])
+    write_tokenizer(original, tmp_path / "file.gguf", pre=pre)
     expected = Tokenizer.open(tmp_path / "original")
     found = Tokenizer.open(resolve_model(str(tmp_path / "file.gguf")))
     assert found.special_ids == expected.special_ids
