@@ -36,6 +36,17 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
         if name.endswith("correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=corrections) * 0.2)
     model.save_pretrained(folder, **saving)
+    if model_type == "qwen3_vl_moe":
+        _transpose_experts(folder)
+
+
+def _transpose_experts(folder: Path) -> None:
+    """Write experts as published, [experts, in, out]: transformers turns them when it loads, but not when it saves."""
+    path = folder / "model.safetensors"
+    turned = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(path).items()
+    }
+    save_file(turned, path, {"format": "pt"})
 
 
 def pack_experts(folder: Path) -> None:

@@ -375,6 +375,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "Qwen3-VL with experts": (
+        "qwen3_vl_moe",
+        _with_vision(
+            {
+                **_LLAMA,
+                **_MROPE,
+                "num_hidden_layers": 3,
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 96,
+                "mlp_only_layers": [1],
+            },
+            {**_QWENS_EYES, "deepstack_visual_indexes": [0]},
+        ),
+    ),
     "Command R": ("cohere", {**_LLAMA, "pad_token_id": 0, "logit_scale": 0.25}),
     "Command R+": ("cohere", {**_LLAMA, "pad_token_id": 0, "use_qk_norm": True}),
     "Command R7B, past its window": (

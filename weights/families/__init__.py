@@ -57,7 +57,7 @@ from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
 from gptserve.weights.families.starcoder2 import STARCODER2
 from gptserve.weights.families.with_vision import GEMMA3 as GEMMA3_WITH_VISION
-from gptserve.weights.families.with_vision import MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from gptserve.weights.families.with_vision import MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized import stored_types
@@ -104,7 +104,7 @@ FAMILIES: dict[str, Family] = {
             STARCODER2,
         ),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, HUNYUAN_MOE),
-        *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, NANOCHAT, NANOGPT),
+        *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, NANOCHAT, NANOGPT),
     )
 }
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import Experts, ModelConfig, Router
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, with_windows
+from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_windows
 from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 from gptserve.weights.families.mixtral import MAX_EXPERTS
 from gptserve.weights.families.mixtures import read_num_experts, with_mixtures
@@ -27,6 +27,14 @@ def _read_qwen3(raw: RawConfig) -> ModelConfig:
     num_active = raw.size("num_experts_per_tok", default=8, limit=num)
     experts = Experts(num, num_active, Router(renormalised=raw.boolean("norm_topk_prob", default=False)))
     return _with_mixtures(raw, config, experts, raw.size("moe_intermediate_size", default=768, limit=MAX_WIDTH))
+
+
+def _read_qwen3_vl(raw: RawConfig) -> ModelConfig:
+    raw.default(head_dim=None, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4)
+    raw.default(moe_intermediate_size=1408)
+    raw.default(norm_topk_prob=True, replaces_null=True)
+    raw.forbid("norm_topk_prob", True, "transformers has no other for this model_type")
+    return _read_qwen3(raw)
 
 
 def _read_qwen2(raw: RawConfig) -> ModelConfig:
@@ -70,6 +78,24 @@ _qwen2_sources = layout.with_experts(
     ),
 )
 
+
+def _qwen3_vl_sources(config: ModelConfig) -> dict[str, Source]:
+    """Return all tensors; those of all experts of a layer are one, [experts, in, out], gates before ups."""
+    found = llama_sources(config)
+    for number, layer in enumerate(config.layers):
+        if layer.experts is None:
+            continue
+        num, hidden, ffn = layer.experts.num, config.hidden_size, layer.ffn_size
+        block, stored = f"blocks.{number}.", f"layers.{number}.mlp."
+        found |= layout.linear(f"{block}router", [(f"{stored}gate", num)], hidden, bias=False)
+        up = ((f"{stored}experts.gate_up_proj", (num, hidden, 2 * ffn)),)
+        down = ((f"{stored}experts.down_proj", (num, ffn, hidden)),)
+        for e in range(num):
+            found[f"{block}experts.{e}.ffn_up.weight"] = Source(up, transpose=True, entry=e)
+            found[f"{block}experts.{e}.ffn_down.weight"] = Source(down, transpose=True, entry=e)
+    return layout.in_order(found)
+
+
 QWEN2_MOE = Family("qwen2_moe", _read_qwen2, _qwen2_sources, ignored=IGNORED, models="Qwen1.5 and Qwen2 with experts")
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -78,3 +104,5 @@ QWEN3_MOE = Family(
     ignored=IGNORED,
     models="Qwen3 and Qwen3-Coder with experts",
 )
+QWEN3_VL_MOE_TEXT = Family("qwen3_vl_moe_text", _read_qwen3_vl, _qwen3_vl_sources, ignored=IGNORED, models="")
+"""Only as the text of one that sees."""

@@ -1,4 +1,4 @@
-"""The text of models that also see: Gemma 3, Qwen2-VL, 2.5-VL and 3-VL, Mistral 3. What sees is left out.
+"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3. What sees is left out.
 
 Their text models are those of other families. config.json has their fields in `text_config`, where those that are
 absent have the defaults of transformers' class; older files of Qwen have them beside the others. Text has one position
@@ -16,6 +16,7 @@ from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
 from gptserve.weights.families.mistral import MINISTRAL3, MISTRAL
 from gptserve.weights.families.qwen import QWEN2, QWEN3
+from gptserve.weights.families.qwen_moe import QWEN3_VL_MOE_TEXT
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 OF_IMAGES = (
@@ -111,6 +112,19 @@ QWEN3_VL = _text_of(
     intermediate_size=22_016,
     num_hidden_layers=32,
     num_attention_heads=32,
+    max_position_embeddings=128_000,
+    rope_theta=500_000.0,
+)
+QWEN3_VL_MOE = _text_of(
+    "qwen3_vl_moe",
+    QWEN3_VL_MOE_TEXT,
+    models="text of Qwen3-VL with experts",
+    tied_head=False,
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
     max_position_embeddings=128_000,
     rope_theta=500_000.0,
 )

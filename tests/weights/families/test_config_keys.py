@@ -181,7 +181,7 @@ NEEDED: dict[str, dict[str, int]] = {
 """What no model can be without, where transformers' class has no value, or one outside of its vocabulary."""
 
 
-SEEING = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SEEING = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Their modeling files read the fields of what sees, too; the fields of their text have tests as families of text."""
 
 

@@ -347,7 +347,7 @@ def load_neo(folder: Path, **fields: Any) -> ModelConfig:
     return load_config(folder)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_what_a_text_config_does_not_name_is_as_in_transformers(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
