@@ -2,7 +2,7 @@
 
 config.json, generation_config.json, tokenizer.json, tokenizer_config.json and chat_template.jinja are small files of a
 cache; gguf.json says where in the GGUF file each tensor is, so the weights are read where they lie. A folder's name has
-the digest of its files. Torch-free. source.py calls it.
+a digest of what the file was when it was read. Torch-free. source.py calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,13 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 def folder_of(path: Path) -> Path:
     """Return the folder for a GGUF file, made as far as it is not there. Raises a WeightsError."""
-    headers = [read_header(part) for part in _parts(path)]
-    header = _joined(headers)
-    files = _files(header, headers)
-    digest = hashlib.sha256("".join(f"{name}\n{text}\n" for name, text in files.items()).encode()).hexdigest()
+    parts = _parts(path)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gptserve" / "gguf"
-    folder = cache / f"{path.stem}-{digest[:16]}"
+    folder = cache / f"{path.stem}-{_digest(parts)[:16]}"
     if folder.is_dir():
         return folder
+    headers = [read_header(part) for part in parts]
+    files = _files(_joined(headers), headers)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as new:
@@ -57,6 +56,15 @@ def folder_of(path: Path) -> Path:
                 "place by XDG_CACHE_HOME"
             ) from fault
     return folder
+
+
+def _digest(parts: Sequence[Path]) -> str:
+    """Return that of the states of all parts and of the code that reads them: vocabularies take seconds to read."""
+    states = [(str(part.resolve()), *_state(part)) for part in parts]
+    digest = hashlib.sha256(json.dumps(states).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def gguf_files(names: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import struct
@@ -207,15 +208,29 @@ def test_a_folder_is_made_once_and_names_its_file(tmp_path: Path, monkeypatch: p
     assert (config["model_type"], config["rms_norm_eps"], config["vocab_size"]) == ("llama", 1e-5, 4)
 
 
+def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(minimal())
+    folder, changed_ns = resolve_model(str(path)), path.stat().st_mtime_ns
+    path.write_bytes(bytes(len(minimal())))
+    os.utime(path, ns=(changed_ns, changed_ns))
+    assert resolve_model(str(path)) == folder
+    os.utime(path, ns=(changed_ns + 1, changed_ns + 1))
+    with pytest.raises(InvalidCheckpointError, match="does not begin as a GGUF file does"):
+        resolve_model(str(path))
+
+
 def test_random_damage_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data, draw, path, num_read = minimal(), random.Random(0), tmp_path / "model.gguf", 0
     messages: list[str] = []
-    for _ in range(600):
+    for number in range(600):
         damaged = bytearray(data)
         for _ in range(draw.randint(1, 3)):
             damaged[draw.randrange(len(data) - 512)] = draw.choice((0, 1, 0x7F, 0xFF, draw.randrange(256)))
         path.write_bytes(bytes(damaged[: draw.choice((len(data), draw.randrange(len(data))))]))
+        os.utime(path, ns=(number, number))  # as a file of the same state is not read again
         try:
             resolve_model(str(path))
             num_read += 1
