@@ -43,6 +43,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     max_head_bytes = 64 * 1024  # eight times nginx's default; a request here needs a few hundred bytes
     max_head_fields = 128  # Apache allows 100; each needs some hundred bytes more than its text
     max_body_parts = 8 * 1024  # chunks, or pieces of one that a slice cuts; each costs a microsecond at any size
+    part_bytes = 256  # for so many bytes of a body there may be one part more: files are large
     max_unread_bytes = 256 * 1024  # of a body after its answer, as in Go's net/http; then the connection is closed
     max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
@@ -67,6 +68,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._has_reported = False
         self._num_unread = 0
         self._num_body_parts = 0
+        self._num_body_bytes = 0
         self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
         self._error: ServiceError | None = None  # the reason why a callback stopped the parser
         self._wait: asyncio.TimerHandle | None = None
@@ -151,14 +153,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._connections.probes_only:
             self.cycle.keep_alive = False
         self._part, self._has_reported = "body", True
-        self._num_unread = self._num_body_parts = 0
+        self._num_unread = self._num_body_parts = self._num_body_bytes = 0
         self._end_wait()
 
     def on_body(self, body: bytes) -> None:
         self._has_reported = True
         self._num_body_parts += 1
-        if self._num_body_parts > self.max_body_parts:
-            message = f"a body may come in at most {self.max_body_parts} chunks"
+        self._num_body_bytes += len(body)
+        if self._num_body_parts > self.max_body_parts + self._num_body_bytes // self.part_bytes:
+            message = f"a body may come in {self.max_body_parts} chunks, and one for each {self.part_bytes} bytes"
             self._stop(ServiceError("too_many_chunks", message))
         super().on_body(body)
 
