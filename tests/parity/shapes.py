@@ -408,3 +408,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),
 }
+
+FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
+"""One shape of each family."""
+UNLIKE = frozenset(
+    FIRST[model_type]
+    for model_type in (
+        "gpt2",  # positions that are learned, biases, fused queries, keys and values
+        "gpt_neox",  # attention beside the ffn, rotary in part
+        "bloom",  # slopes
+        "gpt_bigcode",  # one KV head
+        "llama",
+        "qwen3",  # norms of heads
+        "gemma3_text",  # windows, norms on both sides, scaled embeddings
+        "cohere",  # norms by mean without biases, halves side by side
+        "mixtral",
+        "glm4_moe",  # a dense first layer, shared experts, sigmoids
+        "gpt_oss",  # sinks, stored four bits
+    )
+)
+"""Shapes that have each kind of part between them, for what depends on the parts and not on the files of a family."""

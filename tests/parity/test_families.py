@@ -33,18 +33,16 @@ from gptserve.weights.families import FAMILIES, load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.steps import make_metadata, positions, shuffled_tables
 from tests.parity.models import load_in_transformers, write_model
-from tests.parity.shapes import SHAPES
+from tests.parity.shapes import FIRST, SHAPES, UNLIKE
 
 DOCS = Path(__file__).parents[2] / "docs" / "dev" / "parity.md"
 NUM_GREEDY = 64
-FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
-"""One shape of each family, for what the tests of logits with the reference have shown of all shapes."""
 CHUNKS = (16, 7, 1, 1, 1, 30, 1, 1, 1, 1)
 
 Written = Callable[[str], Path]
 
-all_or_first = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
+all_or_unlike = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in UNLIKE else pytest.mark.slow) for name in SHAPES]
 )
 
 
@@ -145,7 +143,7 @@ def test_the_table_in_the_docs_has_these_shapes_and_no_larger_differences() -> N
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=() if kind is ReferenceAttention or name in FIRST.values() else pytest.mark.slow)
+        pytest.param(name, kind, marks=() if kind is ReferenceAttention or name in UNLIKE else pytest.mark.slow)
         for name in SHAPES
         for kind in (ReferenceAttention, CpuAttention)
     ],
@@ -178,7 +176,7 @@ def test_gemma_3_caps_its_scores_as_transformers_would(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@all_or_first
+@all_or_unlike
 def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: Written) -> None:
     prompts = [[3], [1, 2, 3, 4, 5], list(range(13))]
     outputs = run(make_engine(written(name)), greedy(prompts, NUM_GREEDY))
@@ -193,7 +191,7 @@ def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: W
 
 
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
-@all_or_first
+@all_or_unlike
 def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
     name: str, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +212,7 @@ def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
-@all_or_first
+@all_or_unlike
 def test_the_instructions_of_any_cpu_give_the_same_logits(
     name: str, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,9 +224,11 @@ def test_the_instructions_of_any_cpu_give_the_same_logits(
     assert (generic - fastest).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"nanogpt"}))
-def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written, tmp_path: Path) -> None:
-    folder = written(next(name for name, (its_type, _) in SHAPES.items() if its_type == model_type))
+@pytest.mark.parametrize(
+    "name", [pytest.param(FIRST[t], marks=() if FIRST[t] in UNLIKE else pytest.mark.slow) for t in sorted(FIRST)]
+)
+def test_shards_and_bf16_give_the_same_tensors(name: str, written: Written, tmp_path: Path) -> None:
+    folder = written(name)
     tensors = load_file(folder / "model.safetensors")
     config = load_config(folder)
     whole = dict(Checkpoint(folder, config).stream(dtype=torch.float32, device="cpu"))
@@ -246,7 +246,7 @@ def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@all_or_first
+@all_or_unlike
 def test_alone_equals_in_a_ragged_batch_in_chunks(name: str, dtype: str, written: Written) -> None:
     """Bit for bit: token ids and logprobs, greedy and sampled."""
     requests = [

@@ -21,7 +21,7 @@ from gptserve.engine.model.layout import Span, lay_out
 from gptserve.engine.runner import batch_invariance, products, runner
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
-from tests.parity.shapes import SHAPES
+from tests.parity.shapes import FIRST, SHAPES, UNLIKE
 
 pytestmark = pytest.mark.skipif(
     not (native.is_available() and CpuAttention.is_available()), reason="the libraries are not built"
@@ -68,14 +68,13 @@ FAMILIES = [
 ]
 
 
-OF_EACH = list({model_type: name for name, (model_type, _) in reversed(SHAPES.items())}.values())
-"""A shape of every family."""
-
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize("shape", OF_EACH)
+@both_dtypes
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=() if shape in UNLIKE else pytest.mark.slow) for shape in FIRST.values()]
+)
 def test_every_family_has_a_program(shape: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, *SHAPES[shape])
     assert obstacle(tmp_path, caplog, dtype=dtype) is None
