@@ -114,7 +114,10 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
         if num_layers is not None and int(found[1]) >= num_layers:
             continue
         layer, part = f"{architecture.layers}.{found[1]}", found[2]
-        if part in architecture.experts:
+        older = re.fullmatch(r"(\w+)\.(\d+)", part)  # of one expert
+        if older is not None and f"{older[1]}_exps" in architecture.experts:
+            yield f"{layer}.{architecture.experts[f'{older[1]}_exps'].format(int(older[2]))}.{kind}", tensor
+        elif part in architecture.experts:
             num = keys.size("expert_count")
             yield from _entries(keys, f"{layer}.{architecture.experts[part]}.{kind}", tensor, num, "experts")
         elif part in architecture.heads:

@@ -140,6 +140,20 @@ def test_queries_keys_and_values_may_be_one_tensor(name: str, tmp_path: Path) ->
     assert all(torch.equal(of_file[key], of_fused[key]) for key in of_file)
 
 
+def test_experts_may_be_tensors_of_their_own(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Mixtral"])
+    write_gguf(folder, path, GGMLQuantizationType.Q8_0)
+    header = read_header(path)
+    expected = named_tensors(header)
+    for name in [name for name in header.tensors if "_exps." in name]:
+        joined = header.tensors.pop(name)
+        for e in range(joined.shape[0]):
+            header.tensors[name.replace("_exps.", f".{e}.")] = joined.entry(e)
+    assert "blk.1.ffn_gate.3.weight" in header.tensors
+    assert named_tensors(header) == expected
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     folder, path = tmp_path / "folder", tmp_path / "model.gguf"
     write_model(folder, *MODELS["GLM 4.5"])
