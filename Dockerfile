@@ -18,7 +18,8 @@ COPY pyproject.toml constraints.txt ./
 # on x86-64 is the CUDA build.
 ARG TORCH_INDEX_URL=
 RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='\n')" > requirements.txt \
+        extras = project['optional-dependencies']; \
+        print(*project['dependencies'], *extras['otel'], *extras['postgres'], sep='\n')" > requirements.txt \
     && install="pip --python /opt/gptserve/bin/python install --no-cache-dir --constraint constraints.txt" \
     && $install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch \
     && $install --requirement requirements.txt

@@ -36,8 +36,8 @@ from gptserve.server.core.logs import load_logging_engine
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.files.store import FileStore, FileStoreError
-from gptserve.server.jobs.sqlite.store import SqliteJobStore
-from gptserve.server.jobs.store import JobStore, JobStoreError
+from gptserve.server.jobs.store import JobStoreError
+from gptserve.server.stores import make_store, place_of
 from gptserve.weights.generation import load_sampling_defaults
 from gptserve.weights.source import Download, fetch_model, local_model, model_name
 
@@ -103,7 +103,7 @@ class ServingProcess:
         self._told_twice = asyncio.Event()
         self._out_of_time = asyncio.Event()
         self.hangs = False
-        self._store: JobStore = SqliteJobStore(settings.state_dir, settings.state_sync)
+        self._store = make_store(settings)
         state_dir = settings.state_dir
         self._file_store: FileStore = FolderFileStore(state_dir and state_dir / "files")
         self._batch_store: BatchStore = FolderBatchStore(state_dir and state_dir / "batches", settings.state_sync)
@@ -163,7 +163,8 @@ class ServingProcess:
             await app.state.batches.start()
             self._batches = app.state.batches
         except (JobStoreError, FileStoreError, BatchStoreError) as error:
-            raise StartError(f"state-dir: {error}") from error
+            place = place_of(self._settings) if isinstance(error, JobStoreError) else "state-dir"
+            raise StartError(f"{place}: {error}") from error
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
         assert self._http is not None
@@ -298,6 +299,7 @@ class ServingProcess:
             server.hang_up(why)
         await self._finish(serving, "requests that wait for the journal")
         await self._finish(jobs.settle(), "background completions")
+        await self._finish(jobs.leave(), "the database of stored completions")
         return status
 
     async def _drain(self, jobs: BackgroundJobs, lifecycle: Lifecycle, engine: EngineClient) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import sevenths
 from tests.leaks import holdings, open_gpu, wait_until_gone
+from tests.postgres_server import PostgresServer, find_programs
 
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
 # many short parallel regions waits for the one that is not running. Child processes inherit this.
@@ -100,6 +101,25 @@ def make_gpt2(tmp_path_factory: pytest.TempPathFactory) -> MakeGPT2:
 def tiny_gpt2(make_gpt2: MakeGPT2) -> Path:
     """The default tiny model: 2 layers of 4 heads, 96 tokens, a context of 128."""
     return make_gpt2()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL of this process of tests. Skips where the machine has none."""
+    if find_programs() is None:
+        pytest.skip("no PostgreSQL here: install the package postgresql")
+    server = PostgresServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> str:
+    """The URL of an empty database."""
+    postgres.start()
+    return postgres.empty_database()
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.jobs.background import BackgroundJobs, MakePlan
 from gptserve.server.jobs.job import BackgroundJob, BackgroundRequest, not_found
-from gptserve.server.jobs.position import PATTERN, LastEvent, Position
+from gptserve.server.jobs.position import PATTERN, LastEvent
 from gptserve.server.jobs.response import BackgroundResponse
 from gptserve.server.responses.plan import RESPONSE_SHAPE
 from gptserve.server.schemas.completions import (
@@ -204,8 +204,8 @@ async def _follow(
         after = None  # nothing is sent but the error
     if after is not None:
         # After a power cut a client may have tokens that the journal has not, and only some models make the same again.
-        running = None if job.record.batch_invariant else job.running
-        after.check(plan, whole, so_far=None if running is None else Position.of(running.run.output))
+        is_sure = job.record.batch_invariant or job.has_ended
+        after.check(plan, whole, so_far=None if is_sure else await jobs.position(job, plan))
     return BackgroundResponse(service, plan, jobs.reader(job), stream=stream, after=after, whole=whole)
 
 

@@ -246,7 +246,7 @@ class _Routes:
 
         After a power cut a reader may be ahead of a response that runs again. It waits if the same tokens come again.
         """
-        if job.running is not None and job.record.batch_invariant:
+        if not job.has_ended and job.record.batch_invariant:
             return
         status, batches = job.status, await self._jobs.outputs(job)
         count = await self._service.in_thread(count_events, plan, batches, status)

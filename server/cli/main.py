@@ -29,7 +29,8 @@ from gptserve.server.cli.replicas import Replicas
 from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.core.keys import KEY_RULE, is_key
-from gptserve.server.core.settings import ServerSettings, SettingsError
+from gptserve.server.core.settings import ServerSettings
+from gptserve.server.core.settings_extras import SettingsError
 from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
 

@@ -47,7 +47,8 @@ _CODES = {
     431: "head_too_large",
     500: f"{INTERNAL_ERROR} generation_failed journal_failed model_changed",
     501: "not_implemented",
-    503: "loading draining engine_restarting engine_unavailable queue_timeout too_many_bodies too_many_connections",
+    503: "loading draining engine_restarting engine_unavailable journal_unavailable queue_timeout too_many_bodies "
+    "too_many_connections",
 }
 # The rest of the body is not read, so the connection cannot carry another request.
 _CLOSING = ("request_timeout", "body_too_large", "too_many_bodies")

@@ -13,13 +13,13 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.server.core.keys import KEY_RULE, is_key, read_key_file
+from gptserve.server.core.settings_extras import REDACTED, SettingsError, check_state_url, check_traces
 from gptserve.server.core.settings_help import ENGINE_HELP
 from gptserve.server.core.sizes import parse_size
 from gptserve.weights.chat.template import PLAIN_NAME
@@ -30,12 +30,9 @@ StateSync = Literal["normal", "full"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 VARIABLE_PREFIX = "GPTSERVE_"
-_REDACTED = "***"
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no path, and no slash at its end
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*|\[[0-9a-fA-F:.]+\]", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
-_COLLECTOR = re.compile(r"https?://[^/\s?#@]+/[^\s#]+")  # the whole URL; a password would be shown by `config`
-_TRACES_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
 # Field, check, and rule in words. NaN fails every check.
 _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("port", lambda port: 0 <= port <= 65535, "in [0, 65535]"),
@@ -51,6 +48,7 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_stall_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_load_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("state_lease_ttl_s", lambda seconds: 1 <= seconds < math.inf, "at least 1 second"),
     ("sse_keep_alive_interval_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("shutdown_timeout_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
     ("result_ttl_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
@@ -65,10 +63,6 @@ _FORMATS: dict[type, tuple[str, Callable[[Any], object]]] = {
     bool: ("true or false", lambda text: _SWITCH[text.lower()]),
     Path: ("a path", Path),
 }
-
-
-class SettingsError(Exception):
-    """A setting is unknown or its value breaks a rule; the message names the setting, its source and the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +151,16 @@ class ServerSettings:
     state_dir: Annotated[
         Path | None, "folder to store background completions, files and batches in, so that they survive a restart"
     ] = None
+    state_url: Annotated[
+        str | None,
+        "PostgreSQL database that several servers share in place of state-dir: postgresql://user@host/database",
+    ] = field(default=None, repr=False)
+    state_lease_ttl_s: Annotated[
+        float, "seconds after which other servers of state-url take over from one that no longer answers"
+    ] = 10.0
     state_sync: Annotated[
         StateSync,
-        "normal: a power failure may lose the last commits to state-dir; full: none, with an fsync for each commit",
+        "normal: a power failure may lose the last commits; full: none, with an fsync for each commit",
     ] = "normal"
     result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
     max_results: Annotated[int, "maximum background completions to keep; new replace those that ended first"] = 1_000
@@ -189,7 +190,7 @@ class ServerSettings:
             if value is not None and not holds(value):
                 raise SettingsError(f"{_option_name(name)} must be {rule}, got {value}")
         if not all(map(is_key, self.api_keys)):
-            raise SettingsError(f"api-key must be {KEY_RULE}, got {_REDACTED}")
+            raise SettingsError(f"api-key must be {KEY_RULE}, got {REDACTED}")
         if self.api_key_file is not None:
             read_key_file(self.api_key_file)
         for name, needs_key in (
@@ -224,8 +225,12 @@ class ServerSettings:
                 f"allowed-hosts must be * or names and addresses without a port, such as "
                 f"llm.example.com,*.example.org,[::1], got {self.allowed_hosts!r}"
             )
+        if self.state_url is not None:
+            check_state_url(self.state_url, self.state_dir)
+        elif "state-lease-ttl" in self.sources:
+            raise SettingsError("state-lease-ttl needs state-url")
         if self.otlp_traces_endpoint is not None:
-            _check_traces(self.otlp_traces_endpoint)
+            check_traces(self.otlp_traces_endpoint)
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name} must be a file, got {path}")
@@ -307,7 +312,7 @@ class Option:
         try:
             return self.convert(value if isinstance(self.default, tuple) else as_text(value))
         except (ValueError, KeyError):
-            given = _REDACTED if self.secret else repr(value)
+            given = REDACTED if self.secret else repr(value)
             raise SettingsError(f"{source} must be {self.rule}, got {given}") from None
 
     def show(self, settings: ServerSettings) -> str:
@@ -315,18 +320,7 @@ class Option:
         value = getattr(settings.engine if self.of_engine else settings, self.field)
         if value is None or value == ():
             return f"{self.name}=-"
-        return f"{self.name}={_REDACTED if self.secret else as_text(value)}"
-
-
-def _check_traces(endpoint: str) -> None:
-    if not _COLLECTOR.fullmatch(endpoint):
-        rule = "a URL with its path and without a password, such as http://localhost:4318/v1/traces"
-        given = _REDACTED if "@" in endpoint else repr(endpoint)
-        raise SettingsError(f"otlp-traces-endpoint must be {rule}, got {given}")
-    try:
-        version(_TRACES_PACKAGE)
-    except PackageNotFoundError:
-        raise SettingsError("otlp-traces-endpoint needs OpenTelemetry: pip install 'gptserve[otel]'") from None
+        return f"{self.name}={REDACTED if self.secret else as_text(value)}"
 
 
 def server_options() -> tuple[Option, ...]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.server.core.keys import KeyFileError
-from gptserve.server.core.settings import VARIABLE_PREFIX, Option, ServerSettings, SettingsError, server_options
+from gptserve.server.core.settings import VARIABLE_PREFIX, Option, ServerSettings, server_options
+from gptserve.server.core.settings_extras import SettingsError
 
 CLIENT_VARIABLE = "GPTSERVE_URL"
 """The one variable that is no option of `serve`: the commands that ask a server read it."""

@@ -7,22 +7,19 @@ from memory while the job runs, and from the store afterwards. Routes and `respo
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from gptserve.engine.process.client import TokenStream
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.run import CompletionRun, begin_output, render_outputs
+from gptserve.server.completions.run import CompletionOutput, CompletionRun, begin_output, render_outputs
 from gptserve.server.completions.service import Service
 from gptserve.server.core.error_responses import error_body
 from gptserve.server.core.errors import ServiceError, shutting_down
 from gptserve.server.jobs.index import JobIndex
 from gptserve.server.jobs.job import (
-    READ_LIMIT,
     BackgroundJob,
     BackgroundRequest,
     OwnerAndKey,
@@ -30,19 +27,19 @@ from gptserve.server.jobs.job import (
     RunningJob,
     not_found,
 )
+from gptserve.server.jobs.mirror import Mirror
 from gptserve.server.jobs.position import Position
 from gptserve.server.jobs.recorder import Recorder
-from gptserve.server.jobs.records import OutputBatch, StoredJob
+from gptserve.server.jobs.records import OutputBatch
+from gptserve.server.jobs.replica import Replica
+from gptserve.server.jobs.resumer import Resumer
 from gptserve.server.jobs.resumption import (
-    MAX_ATTEMPTS,
     Replay,
     Restore,
-    Resumption,
-    model_changed,
     rebuild_plan,
-    too_many_attempts,
 )
-from gptserve.server.jobs.store import NO_FORMER_OWNERS, FormerOwners, JobStore, JobStoreError
+from gptserve.server.jobs.sharing import SharedJob, Sharing
+from gptserve.server.jobs.store import NO_FORMER_OWNERS, FormerOwners, JobStore, JobStoreError, KeyTakenError
 
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a result may take space
 
@@ -72,6 +69,9 @@ class BackgroundJobs:
         self._former_owners = former_owners
         self._recorder = Recorder(service, store, clock, self._note_end)
         self._index = JobIndex(service.options.settings, clock)
+        self._resumer = Resumer(service, store, restore, self._recorder, clock, self._spawn)
+        self._mirror = Mirror(store.sharing, self._index, self._resumer.to_job)
+        self._replica = None if store.sharing is None else self._make_replica(store.sharing)
         self._beginning: dict[OwnerAndKey, tuple[str, asyncio.Task[BackgroundJob]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,13 +80,15 @@ class BackgroundJobs:
         return self._index.counts()
 
     async def list_jobs(self, owner: str | None, *, is_operator: bool) -> list[BackgroundJob]:
-        """Return the jobs of an owner, for an operator those of all, oldest first."""
+        """Return the jobs of an owner, for an operator those of all, oldest first. Raises JobStoreError."""
+        await self._mirror.refresh_all()
         self.expire()
         jobs = (job for job in self._index if is_operator or job.record.owner == owner)
         return sorted(jobs, key=lambda job: job.record.created)
 
     async def find(self, completion_id: str, owner: str | None) -> BackgroundJob:
         """Return a job of this owner by its id. Raises ServiceError."""
+        await self._mirror.refresh(completion_id)
         job = self._index.find(completion_id)
         if job is None or job.record.owner != owner:
             raise not_found(completion_id)
@@ -117,7 +119,13 @@ class BackgroundJobs:
             owner_and_key = request.owner, request.key
             self._beginning[owner_and_key] = request.digest, beginning
             beginning.add_done_callback(lambda _: self._beginning.pop(owner_and_key))
-        return await asyncio.shield(beginning)  # others with the same key may wait for it when this client hangs up
+        try:
+            return await asyncio.shield(beginning)  # others with the same key may wait for it when this client hangs up
+        except KeyTakenError:
+            job = await self.find_same(request)  # which another server has begun meanwhile
+            if job is None:
+                raise
+            return job
 
     def has_key(self, owner: str | None, key: str) -> bool:
         """Return whether a job has this key of an owner, or gets it now."""
@@ -128,13 +136,20 @@ class BackgroundJobs:
         if request.key is None:
             return None
         owner_and_key = request.owner, request.key
+        if owner_and_key not in self._beginning:
+            await self._mirror.refresh_key(owner_and_key)
         job = self._index.find_by_key(owner_and_key)
         if job is not None:
             request.check_same(job.record.digest)
         elif owner_and_key in self._beginning:
             digest, beginning = self._beginning[owner_and_key]
             request.check_same(digest)
-            job = await asyncio.shield(beginning)
+            try:
+                job = await asyncio.shield(beginning)
+            except KeyTakenError:
+                job = await self.find_same(request)  # which another server has begun meanwhile
+                if job is None:
+                    raise
         return job
 
     async def plan(self, job: BackgroundJob) -> CompletionPlan:
@@ -169,12 +184,27 @@ class BackgroundJobs:
             raise JobStoreError(f"the journal lacks the end of completion {job.completion_id!r}")
         return [*stored, *batches]
 
-    async def cancel(self, job: BackgroundJob) -> None:
-        """End a job unless it has ended; return when the end is journaled."""
+    async def position(self, job: BackgroundJob, plan: CompletionPlan) -> Position:
+        """Return the position of a reader of everything so far. Raises ServiceError or JobStoreError."""
         if job.running is not None:
-            self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
-        while job.running is not None:
-            await job.changed.wait()
+            return Position.of(job.running.run.output)
+        output = await begin_output(self._service, plan, CompletionOutput, plan)
+        replay = Replay(plan, output)
+        await self._service.in_thread(replay.add, await self.outputs(job))
+        return Position.of(output)
+
+    async def cancel(self, job: BackgroundJob) -> None:
+        """End a job unless it has ended; return when the end is journaled. Raises ServiceError."""
+        while job.running is not None or job.is_elsewhere:
+            if job.running is not None:
+                self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
+            elif job.error is not None:
+                raise job.error.fresh()
+            elif self._store.sharing is not None:
+                await self._store.sharing.cancel(job.completion_id)
+                await self._mirror.refresh(job.completion_id)
+            if job.running is not None or job.is_elsewhere:
+                await job.wait_for_change()
 
     async def delete(self, job: BackgroundJob) -> None:
         """End a job and forget it; return when it is out of the journal, but for one that cannot be written."""
@@ -184,16 +214,27 @@ class BackgroundJobs:
             await self._forget([job.completion_id])
 
     async def start(self) -> None:
-        """Read the journal and resume the jobs in it that have not ended. Raises JobStoreError."""
+        """Read the journal and resume the jobs in it that have not ended. Raises JobStoreError.
+
+        Of a shared store these are the jobs that no server has, and they are taken one after another.
+        """
+        if self._replica is not None:
+            await self._store.load()
+            await self._mirror.refresh_all()
+            self._tidy()
+            await self._replica.start()
+            return
         stored_jobs = await self._store.load(self._former_owners)
         for stored in stored_jobs:
-            self._index.add_stored(self._to_job(stored))
+            self._index.add_stored(self._resumer.to_job(stored))
         self._expire_regularly()
         self._drop(self._index.to_evict())  # the limits may be lower now
         unfinished = [stored for stored in stored_jobs if stored.end is None]
         unfinished.sort(key=lambda stored: stored.num_failed_resumes, reverse=True)  # suspects come first
         for stored in unfinished:
-            await self._resume(stored)
+            job = self._index.find(stored.record.completion_id)
+            assert job is not None, "it has not ended"
+            await self._resumer.resume(job, stored)
         if unfinished:
             logger.info("resuming %d background completion%s", len(unfinished), "" if len(unfinished) == 1 else "s")
 
@@ -201,16 +242,27 @@ class BackgroundJobs:
         """Stop all jobs, for the next start to resume; does nothing when the journal is in memory."""
         if self._store.is_durable:
             message = "the server is shutting down; the completion goes on once it has been started again"
+            if self._replica is not None:
+                self._replica.stop_claiming()
             for job in self._index:
                 if job.running is not None:
                     self._recorder.stop(job.running, ServiceError("draining", message))
+                elif job.is_elsewhere:
+                    job.error = ServiceError("draining", message)
+                    job.wake_readers()
             await self.settle()
             with suppress(JobStoreError):  # then a server that ended in order counts like one that did not
                 await self._store.clear_attempts()
+            await self.leave()
 
     def expire(self) -> None:
         """Delete the jobs whose time is over, which nobody finds any more."""
         self._drop(self._index.expired())
+
+    async def leave(self) -> None:
+        """Leave the other servers of a shared store; this server computes nothing of it any more."""
+        if self._replica is not None:
+            await self._replica.leave()
 
     async def settle(self) -> None:
         """Return when every job has ended and is journaled. Call it once their streams have ended, or will."""
@@ -252,55 +304,45 @@ class BackgroundJobs:
         self._index.note_end(job)
         self._drop(self._index.to_evict(job))
 
-    def _to_job(self, stored: StoredJob) -> BackgroundJob:
-        model = self._service.models.find_kept(stored.record.model)
-        job = BackgroundJob(stored.record, stored.num_prompt_tokens, stored.num_bytes)
-        job.is_unreadable = stored.record.tokenizer != model.tokenizer.fingerprint
-        job.num_batches = 0 if job.is_unreadable else stored.num_batches
-        if (end := stored.end) is not None:
-            job.status, job.finished_at, job.num_tokens = end.status, end.finished_at, end.num_tokens
-            job.num_batches = 0 if job.is_unreadable else end.num_batches
-            job.error = None if end.error is None else ServiceError.from_fields(json.loads(end.error))
-            job.whole = None if end.position is None else Position.parse(end.position)
-            if job.is_unreadable and job.status == "completed":
-                job.status, job.error = "failed", model_changed()
-        return job
-
-    async def _resume(self, stored: StoredJob) -> None:
-        """Resume a job after its last journaled output. Raises JobStoreError."""
-        job = self._index.find(stored.record.completion_id)
-        assert job is not None, "it has not ended"
-        model = self._service.models.find_kept(stored.record.model)
-        is_foreign = stored.record.fingerprint != model.engine.info.fingerprint
-        if is_foreign or stored.num_failed_resumes >= MAX_ATTEMPTS:
-            async for batches in self._stored_batches(stored):
-                job.num_tokens += sum(len(output.token_ids) for batch in batches for output in batch)
-            await self._recorder.end(job, model_changed() if is_foreign else too_many_attempts())
-            logger.warning("background completion %s: %s: %s", job.completion_id, job.status, job.error)
-            return
-        record = await self._store.read_record(job.completion_id)
-        plan = await asyncio.to_thread(rebuild_plan, self._restore, record, model, is_unreadable=False)
-        began = time.perf_counter() - (self._clock() - record.created)
-        run = CompletionRun(plan, self._service, began)
-        replay = Replay(plan, run.output)
-        async for batches in self._stored_batches(stored):
-            replay.add(batches)
-        resumption = Resumption(stored, replay.requests())
-        # Until it is the job's turn and the engine has room.
-        stream = TokenStream((request.request_id for request in resumption.requests), lambda _: None)
-        job.running = running = RunningJob(plan, run, record.deadline, stream, num_stored=stored.num_batches)
-        job.status = "in_progress" if stored.num_batches else "queued"
-        self._spawn(self._recorder.run(job, running, resumption))
-
-    async def _stored_batches(self, stored: StoredJob) -> AsyncIterator[list[OutputBatch]]:
-        """Yield the journaled outputs of a job, page by page: those of many jobs may not fit into memory."""
-        for first in range(0, stored.num_batches, READ_LIMIT):
-            yield await self._store.batches(stored.record.completion_id, first, READ_LIMIT)
-
     def _check_kept(self, job: BackgroundJob) -> None:
         """Raise ServiceError if a job has been dropped meanwhile."""
         if self._index.find(job.completion_id) is not job:
             raise not_found(job.completion_id)
+
+    def _make_replica(self, sharing: Sharing) -> Replica:
+        return Replica(
+            sharing,
+            self._index,
+            self._mirror,
+            take=self._take,
+            stop=self._recorder.stop,
+            capacity=self._capacity,
+            tidy=self._tidy,
+            tidy_interval_s=EXPIRY_INTERVAL_S,
+        )
+
+    async def _take(self, shared: SharedJob) -> None:
+        """Run a job whose lease this server has got, or end it if it is to be cancelled. Raises JobStoreError."""
+        job = self._mirror.adopt(shared, asked_at := time.monotonic())
+        if job.has_ended:  # in memory alone, as its end could not be journaled
+            self._index.remove(job)
+            job = self._mirror.adopt(shared, asked_at)
+        if shared.is_cancelled:
+            await self._recorder.end(job, ServiceError("cancelled", "the completion was cancelled"))
+        else:
+            await self._resumer.resume(job, shared.stored)
+
+    def _capacity(self) -> tuple[frozenset[str], int]:
+        """Return the fingerprints of the models, and how many more choices may run."""
+        infos = [model.engine.info for _, model in self._service.models]
+        num_live = sum(job.running.stream.num_live for job in self._index if job.running is not None)
+        num_slots = max((m.engine.info.max_num_seqs for _, m in self._service.models if m.engine.is_alive), default=0)
+        return frozenset(info.fingerprint for info in infos), max(0, num_slots - num_live)
+
+    def _tidy(self) -> None:
+        """Delete what is over, and what exceeds the limits."""
+        self.expire()
+        self._drop(self._index.to_evict())
 
     def _expire_regularly(self) -> None:
         self.expire()

@@ -36,6 +36,10 @@ class JobIndex:
         """Return the number of jobs by status."""
         return Counter(job.status for job in self)
 
+    def get(self, completion_id: str) -> BackgroundJob | None:
+        """Return a job by its id, also one whose time is over."""
+        return self._jobs.get(completion_id)
+
     def find(self, completion_id: str) -> BackgroundJob | None:
         """Return a job by its id."""
         job = self._jobs.get(completion_id)

@@ -21,7 +21,7 @@ from gptserve.server.core.background_status import BackgroundStatus
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.position import Position
 from gptserve.server.jobs.records import CompletionRecord, OutputBatch
-from gptserve.server.jobs.store import JobStore
+from gptserve.server.jobs.store import JobStore, StoreUnavailableError
 from gptserve.server.schemas.completions import GenerationRequest
 from gptserve.server.schemas.seed import DRAW
 from gptserve.weights.generation import SAMPLING_DEFAULTS
@@ -59,6 +59,10 @@ class RunningJob:
 class BackgroundJob:
     """A background completion. `running` is set until it ends; the fields from finished_at on are set at the end.
 
+    Where servers share a store, one without `running` that `is_elsewhere` is another server's, or nobody's for now; an
+    `error` of it says why this server cannot follow it. What the store was asked before known_at, by time.monotonic,
+    is older than what is known.
+
     record is without body and prompts; num_bytes is what the journal has of it. num_batches says what to read back,
     `whole` is the position of a reader of everything. is_unreadable: its tokens may stand for other text here.
     `changed` is set when there are more batches or the job has ended, and is a new event from then on.
@@ -75,6 +79,9 @@ class BackgroundJob:
     num_tokens: int = 0
     whole: Position | None = None
     is_unreadable: bool = False
+    is_elsewhere: bool = False
+    known_at: float = 0.0
+    num_waiting: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -91,6 +98,14 @@ class BackgroundJob:
     def owner_and_key(self) -> OwnerAndKey | None:
         """The owner with the idempotency key, if there is one."""
         return None if self.record.key is None else (self.record.owner, self.record.key)
+
+    async def wait_for_change(self) -> None:
+        """Wait until readers are woken."""
+        self.num_waiting += 1
+        try:
+            await self.changed.wait()
+        finally:
+            self.num_waiting -= 1
 
     def wake_readers(self) -> None:
         """Tell all who wait that there are more outputs, that a reader was closed, or that the job has ended."""
@@ -192,19 +207,27 @@ class Reader:
 
     async def _read(self, position: int) -> list[OutputBatch]:
         """Wait for batches from `position` on and return some; none if the job has ended or the reader is closed."""
-        while (running := self._job.running) is not None and not self._is_closed:
-            if position < running.num_stored:
-                break
-            if position < running.num_batches:
+        job = self._job
+        while not self._is_closed:
+            running = job.running
+            num_stored = job.num_batches if running is None else running.num_stored
+            if position < num_stored:
+                read = await self._store.batches(job.completion_id, position, min(READ_LIMIT, num_stored - position))
+                if not read:
+                    raise not_found(job.completion_id)
+                return read
+            if position > (num_stored if running is None else running.num_batches):
+                raise StoreUnavailableError(
+                    "the store has lost its last commits; come back with the id of the last event"
+                )
+            if running is None:
+                if not job.is_elsewhere or job.error is not None:
+                    break
+            elif position < running.num_batches:
                 first = position - running.num_stored
                 return running.batches[first : first + READ_LIMIT]
-            await self._job.changed.wait()
-        if self._is_closed or (running is None and position >= self._job.num_batches):
-            return []
-        read = await self._store.batches(self._job.completion_id, position, READ_LIMIT)
-        if not read:
-            raise not_found(self._job.completion_id)
-        return read
+            await job.wait_for_change()
+        return []
 
 
 def not_found(completion_id: str) -> ServiceError:

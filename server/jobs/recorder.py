@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
@@ -20,9 +21,10 @@ from gptserve.server.jobs.job import BackgroundJob, RunningJob
 from gptserve.server.jobs.position import Position
 from gptserve.server.jobs.records import EndRecord, EndStatus, OutputBatch
 from gptserve.server.jobs.resumption import Resumption
-from gptserve.server.jobs.store import JobStore, JobStoreError
+from gptserve.server.jobs.store import JOURNAL_UNAVAILABLE, LEASE_LOST, JobStore, JobStoreError
 
-RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
+# Codes of errors that end the server, or its work on a job, but not a journaled job.
+RESUMABLE = ("draining", "engine_unavailable", JOURNAL_UNAVAILABLE, LEASE_LOST)
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,10 @@ class Recorder:
         self._room.set()
 
     async def end(self, job: BackgroundJob, error: ServiceError | None) -> None:
-        """Journal how a job ended, then set its status. A job whose end cannot be journaled has failed."""
+        """Journal how a job ended, then set its status. A job whose end cannot be journaled has failed.
+
+        One of a shared store goes on elsewhere then.
+        """
         status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
         finished_at = self._clock()
         text = None if error is None else json.dumps(error.fields())
@@ -88,10 +93,14 @@ class Recorder:
             end = EndRecord(status, text, finished_at, job.num_batches, job.num_tokens, position)
             await self._store.end(job.completion_id, end)
         except JobStoreError as failure:
+            if failure.code in RESUMABLE:
+                self._let_go(job, failure)
+                return
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
             status, error = "failed", error if status == "failed" else failure.fresh()
-        job.status, job.error, job.finished_at = status, error, finished_at
+        job.status, job.error, job.finished_at, job.is_elsewhere = status, error, finished_at, False
         self._on_end(job)
+        job.wake_readers()
 
     async def _follow(self, job: BackgroundJob, running: RunningJob, resumption: Resumption | None) -> None:
         if resumption is not None and resumption.requests:
@@ -169,9 +178,10 @@ class Recorder:
         job.num_batches = running.num_batches
         job.num_tokens, job.whole = running.run.output.num_tokens, Position.of(running.run.output)
         if self._store.is_durable and error is not None and error.code in RESUMABLE:
-            job.error = error
+            self._let_go(job, error)
         else:
             await self.end(job, error)
+        if job.has_ended:
             running.run.is_failed = job.status == "failed"
             fields = running.run.close()
             self._service.limits.charge(job.record.owner, job.num_tokens)
@@ -181,6 +191,11 @@ class Recorder:
         job.running = None
         self._room.set()
         job.wake_readers()
+
+    def _let_go(self, job: BackgroundJob, reason: ServiceError) -> None:
+        """Leave a job without an end: the next start goes on with it, or another server of the store."""
+        job.is_elsewhere, job.known_at = self._store.sharing is not None, time.monotonic()
+        job.error = None if reason.code == LEASE_LOST else reason.fresh()
 
 
 def _num_blocks(running: RunningJob, block_size: int) -> int:

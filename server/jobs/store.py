@@ -1,7 +1,7 @@
 """Where completions are kept: the interface of a store, which outlives the jobs in memory and perhaps the server.
 
 What a store holds is called the journal. `background.py`, `recorder.py` and `job.py` know this interface alone;
-`sqlite/` implements it and `serve.py` chooses. Another store is one more class with these methods.
+`sqlite/` and `postgres/` implement it and `stores.py` chooses. Another store is one more class with these methods.
 """
 
 from __future__ import annotations
@@ -12,13 +12,43 @@ from typing import Protocol
 
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.records import CompletionRecord, EndRecord, OutputBatch, StoredJob
+from gptserve.server.jobs.sharing import Sharing
+
+JOURNAL_UNAVAILABLE = "journal_unavailable"
+LEASE_LOST = "lease_lost"  # no client sees this code
 
 
 class JobStoreError(ServiceError):
     """The store cannot be opened, read or written; the message is the cause in one sentence."""
 
+    CODE = "journal_failed"
+    RETRY_AFTER_S: int | None = None
+
     def __init__(self, message: str) -> None:
-        super().__init__("journal_failed", message)
+        super().__init__(self.CODE, message, retry_after_s=self.RETRY_AFTER_S)
+
+
+class StoreUnavailableError(JobStoreError):
+    """A shared store cannot be reached now. What was to be written may have been written."""
+
+    CODE = JOURNAL_UNAVAILABLE
+    RETRY_AFTER_S = 5  # about what a database takes to restart
+
+
+class KeyTakenError(StoreUnavailableError):
+    """A shared store has another completion with the idempotency key of the one to be added."""
+
+    def __init__(self) -> None:
+        super().__init__("another server begins or has just ended a completion with this Idempotency-Key; try again")
+
+
+class LeaseLostError(JobStoreError):
+    """Another server may go on with the completion, so nothing was written."""
+
+    CODE = LEASE_LOST
+
+    def __init__(self) -> None:
+        super().__init__("another server goes on with the completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +77,16 @@ class JobStore(Protocol):
     be made, as a whole. Writes that are under way at once may be made in any order and may fail together, so a caller
     awaits one write of a completion before it makes the next.
 
-    Lease: a server has the whole store from `open` to `close` or to the end of its process, and no other server can
-    open it meanwhile. So every completion without an end in `load` is this server's to resume.
+    Lease: without `sharing` a server has the whole store from `open` to `close` or to the end of its process, and no
+    other server can open it meanwhile. So every completion without an end in `load` is this server's to resume. A store
+    with `sharing` gives a lease with each completion that is added or claimed.
 
     Errors: all methods but `num_bytes` and `close` raise JobStoreError and no other error.
     """
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """What is about its servers, if several may have it at once."""
 
     @property
     def is_durable(self) -> bool:
@@ -89,16 +124,19 @@ class JobStore(Protocol):
         """
 
     async def add(self, record: CompletionRecord) -> int:
-        """Begin a completion, whose id is new; return the number of bytes that this takes."""
+        """Begin a completion, whose id is new; return the number of bytes that this takes.
+
+        A shared store raises KeyTakenError if one of the same owner has its key.
+        """
 
     async def append(self, completion_id: str, n: int, outputs: OutputBatch) -> int:
         """Add the n-th batch of outputs to a completion, counted from 0; return the number of bytes that it takes."""
 
     async def add_attempt(self, stored: StoredJob) -> None:
-        """Note that this server resumes a completion, which is as `load` returned it."""
+        """Note that this server resumes a completion, which is as it was found."""
 
     async def clear_attempts(self) -> None:
-        """Forget the attempts to resume any completion."""
+        """Forget the attempts to resume any completion, in a shared store those of this server."""
 
     async def end(self, completion_id: str, end: EndRecord) -> None:
         """End a completion, once."""

@@ -327,6 +327,7 @@ BY_CHANCE = "reach that pod by chance"
         (("replicas=2",), [BY_CHANCE, "service.sessionAffinity=ClientIP"], []),
         (("replicas=2", "service.sessionAffinity=ClientIP"), [BY_CHANCE], ["service.sessionAffinity=ClientIP"]),
         (("autoscaling.enabled=true",), [BY_CHANCE], []),
+        (("replicas=2", "state.urlSecret=db"), [], [BY_CHANCE]),
         (("service.type=LoadBalancer",), ["Others than this cluster may reach it: service.type LoadBalancer."], []),
         (("ingress.enabled=true",), ["may reach it: service.type ClusterIP, and an ingress."], []),
     ],
@@ -378,6 +379,7 @@ def test_keys_become_a_file_that_the_server_can_read(tmp_path: Path) -> None:
     [
         ("state.size=1Gi,replicas=2", "state.size needs replicas 1 and no autoscaling"),
         ("state.size=1Gi,autoscaling.enabled=true", "state.size needs replicas 1 and no autoscaling"),
+        ("state.size=1Gi,state.urlSecret=db", "give state.size or state.urlSecret, not both"),
         ("keys.alice=a,keysSecret=b", "give keys or keysSecret, not both"),
         ("settings.port=1", r"(?i)property ?name.*port"),  # in the words of this version of Helm
     ],

@@ -2,7 +2,7 @@
 
 Rows are added and never changed; those of a completion are deleted together. Each row has a checksum, as SQLite has
 none. One thread has the connection; the writes that arrive during a transaction form the next one. Knows no HTTP, no
-text and no engine; `serve.py` makes one. docs/dev/journal.md describes the format.
+text and no engine; `stores.py` makes one. docs/dev/journal.md describes the format.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ class SqliteJobStore(JobStore):
         self._writing = asyncio.Lock()
         self._decoding = asyncio.Lock()
         self.on_write: Callable[[float], object] = lambda seconds: None
+
+    @property
+    def sharing(self) -> None:
+        """None: one server has it."""
+        return None
 
     @property
     def is_durable(self) -> bool:

@@ -12,9 +12,9 @@ from gptserve.engine.config import EngineConfig
 from gptserve.server.cli.flags import add_flags
 from gptserve.server.core.settings import (
     ServerSettings,
-    SettingsError,
     server_options,
 )
+from gptserve.server.core.settings_extras import SettingsError
 from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings
 from gptserve.server.core.sizes import parse_size
 from tests import configuration_page
@@ -55,6 +55,8 @@ WRITTEN = {
     "max-connections": "7",
     "write-timeout": "9",
     "state-dir": "somewhere",
+    "state-url": "postgresql://me:secret@db/x",
+    "state-lease-ttl": "2.5",
     "state-sync": "full",
     "result-ttl": "1.5",
     "max-results": "5",
@@ -111,6 +113,7 @@ COMPANIONS = {
     "operator": {"GPTSERVE_API_KEY": "secret"},
     "max-requests-per-key": {"GPTSERVE_API_KEY": "secret"},
     "max-tokens-per-minute-per-key": {"GPTSERVE_API_KEY": "secret"},
+    "state-lease-ttl": {"GPTSERVE_STATE_URL": "postgres://db"},
 }
 """What an option may be given with only."""
 
@@ -387,6 +390,16 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (("--max-results", "0"), "max-results must be at least 1, got 0"),
         (("--max-results-bytes", "0"), "max-results-bytes must be at least 1, got 0"),
         (("--state-sync", "extra"), "--state-sync must be one of normal, full, got 'extra'"),
+        (
+            ("--state-url", "postgresql://db/x", "--state-dir", "y"),
+            "state-url and state-dir exclude each other, got both",
+        ),
+        (
+            ("--state-url", "mysql://me:secret@db"),
+            "state-url must be a URL such as postgresql://user@host/database, got ***",
+        ),
+        (("--state-lease-ttl", "3"), "state-lease-ttl needs state-url"),
+        (("--state-lease-ttl", "0.5"), "state-lease-ttl must be at least 1 second, got 0.5"),
         (("--operator", "ops"), "operator needs api-key or api-key-file, got neither"),
         *(
             (("--root-path", path), f"root-path must begin with a slash and not end with one, got {path!r}")
@@ -448,9 +461,16 @@ def test_a_wrong_value_is_refused_with_the_option_the_rule_and_the_value(words: 
 
 
 def test_traces_without_their_package_are_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.server.core.settings._TRACES_PACKAGE", "no-such-package")
+    monkeypatch.setattr("gptserve.server.core.settings_extras._TRACES_PACKAGE", "no-such-package")
     given = flags("--otlp-traces-endpoint", "http://localhost:4318/v1/traces")
     assert message(given) == "otlp-traces-endpoint needs OpenTelemetry: pip install 'gptserve[otel]'"
+
+
+def test_a_database_without_its_package_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptserve.server.core.settings_extras._DATABASE_PACKAGE", "no-such-package")
+    assert (
+        message(flags("--state-url", "postgresql://x")) == "state-url needs psycopg: pip install 'gptserve[postgres]'"
+    )
 
 
 def test_a_wrong_variable_and_a_wrong_key_say_where_they_stand(tmp_path: Path) -> None:

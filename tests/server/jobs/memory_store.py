@@ -21,6 +21,10 @@ class MemoryJobStore(JobStore):
         self._ends: dict[str, EndRecord] = {}
 
     @property
+    def sharing(self) -> None:
+        return None
+
+    @property
     def is_durable(self) -> bool:
         return False
 

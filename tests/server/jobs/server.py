@@ -104,6 +104,7 @@ async def started(server: Server) -> AsyncIterator[Server]:
     finally:
         await server.engine.close()
         await server.jobs.settle()
+        await server.jobs.leave()
         await server.store.close()
 
 

@@ -6,11 +6,11 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
+from gptserve.server.jobs.postgres.store import PostgresJobStore
 from gptserve.server.jobs.records import CompletionRecord, EndRecord, StoredJob
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore, JobStoreError
@@ -49,21 +49,22 @@ OUTPUTS = (
     TokenOutput("cmpl-1-1", ()),
     TokenOutput("cmpl-1-2", (0,), finish_reason=FinishReason.TIMEOUT),
 )
-STORES: dict[str, Callable[[Path], JobStore]] = {
-    "SQLite in a folder": SqliteJobStore,
-    "SQLite in memory": lambda folder: SqliteJobStore(None),
-    "dictionaries": lambda folder: MemoryJobStore(),
+STORES: dict[str, Callable[[pytest.FixtureRequest], JobStore]] = {
+    "SQLite in a folder": lambda request: SqliteJobStore(request.getfixturevalue("tmp_path")),
+    "SQLite in memory": lambda request: SqliteJobStore(None),
+    "PostgreSQL": lambda request: PostgresJobStore(request.getfixturevalue("postgres_url")),
+    "dictionaries": lambda request: MemoryJobStore(),
 }
 UseStore = Callable[[Callable[[JobStore], Awaitable[None]]], None]
 
 
 @pytest.fixture(params=STORES)
-def use_store(request: pytest.FixtureRequest, tmp_path: Path) -> UseStore:
+def use_store(request: pytest.FixtureRequest) -> UseStore:
     """Run a test with a store of each kind, which is closed after it."""
+    store = STORES[request.param](request)
 
     def use(test: Callable[[JobStore], Awaitable[None]]) -> None:
         async def run() -> None:
-            store = STORES[request.param](tmp_path)
             await store.open()
             try:
                 await test(store)
@@ -101,7 +102,7 @@ def test_what_was_written_is_read_back_as_it_was(use_store: UseStore) -> None:
 def test_those_that_ended_come_first_in_the_order_of_their_ends(use_store: UseStore) -> None:
     async def test(store: JobStore) -> None:
         for i in range(4):
-            await store.add(replace(RECORD, completion_id=str(i), created=i))
+            await store.add(replace(RECORD, completion_id=str(i), created=i, key=str(i)))
         await store.end("3", replace(END, finished_at=10.0))
         await store.end("0", replace(END, finished_at=20.0))
         assert await ids(store) == ["3", "0", "1", "2"]
@@ -112,7 +113,7 @@ def test_those_that_ended_come_first_in_the_order_of_their_ends(use_store: UseSt
 def test_what_is_forgotten_is_gone_and_the_rest_is_there(use_store: UseStore) -> None:
     async def test(store: JobStore) -> None:
         for completion_id in ("cmpl-1", "other"):
-            await store.add(replace(RECORD, completion_id=completion_id))
+            await store.add(replace(RECORD, completion_id=completion_id, key=completion_id))
             await store.append(completion_id, 0, OUTPUTS)
         await store.end("cmpl-1", END)
         await store.forget(["cmpl-1", "never there"])
@@ -145,7 +146,7 @@ def test_completions_are_written_at_once_and_each_write_is_told(use_store: UseSt
         seconds: list[float] = []
         store.on_write = seconds.append
         names = [str(i) for i in range(20)]
-        await asyncio.gather(*(store.add(replace(RECORD, completion_id=name)) for name in names))
+        await asyncio.gather(*(store.add(replace(RECORD, completion_id=name, key=None)) for name in names))
         await asyncio.gather(*(store.append(name, 0, OUTPUTS) for name in names))
         assert sorted(await ids(store)) == sorted(names)
         assert min(seconds) >= 0

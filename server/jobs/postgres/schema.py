@@ -1,0 +1,72 @@
+"""The tables in PostgreSQL, and their version. docs/dev/journal.md describes them.
+
+`store.py` calls `prepare`, `statements.py` has the statements on them.
+"""
+
+from __future__ import annotations
+
+from psycopg import AsyncConnection
+
+SCHEMA_VERSION = 1
+OLDEST_SERVER = 140000  # as PostgreSQL writes its version 14
+
+_LOCK = 0x67707473  # "gpts": the advisory lock that one server at a time prepares the tables under
+_TABLES = f"""
+CREATE SCHEMA gptserve;
+CREATE TABLE gptserve.meta (version integer NOT NULL);
+INSERT INTO gptserve.meta VALUES ({SCHEMA_VERSION});
+CREATE TABLE gptserve.replicas (
+    id uuid PRIMARY KEY, heartbeat_at timestamptz NOT NULL DEFAULT clock_timestamp(), ttl_s double precision NOT NULL
+);
+CREATE TABLE gptserve.fingerprints (fingerprint text PRIMARY KEY, seen_at timestamptz NOT NULL);
+CREATE TABLE gptserve.completions (
+    id text PRIMARY KEY, kind text NOT NULL, created bigint NOT NULL, model text NOT NULL, fingerprint text NOT NULL,
+    batch_invariant boolean NOT NULL, seed bigint NOT NULL, owner text, tokenizer text NOT NULL, body text NOT NULL,
+    prompts text NOT NULL, max_tokens bigint NOT NULL, deadline double precision, key text, digest text NOT NULL,
+    num_prompt_tokens bigint NOT NULL, num_bytes bigint NOT NULL
+);
+CREATE TABLE gptserve.keys (
+    owner text, key text NOT NULL, completion_id text NOT NULL REFERENCES gptserve.completions ON DELETE CASCADE
+);
+CREATE UNIQUE INDEX ON gptserve.keys (key, (owner IS NULL), (coalesce(owner, '')));
+CREATE INDEX ON gptserve.keys (completion_id);
+CREATE TABLE gptserve.leases (
+    completion_id text PRIMARY KEY REFERENCES gptserve.completions ON DELETE CASCADE, fingerprint text NOT NULL,
+    created bigint NOT NULL, replica uuid REFERENCES gptserve.replicas ON DELETE SET NULL,
+    is_cancelled boolean NOT NULL DEFAULT false
+);
+CREATE INDEX ON gptserve.leases (replica);
+CREATE INDEX ON gptserve.leases (created) WHERE replica IS NULL;
+CREATE TABLE gptserve.batches (
+    completion_id text NOT NULL REFERENCES gptserve.completions ON DELETE CASCADE, n integer NOT NULL,
+    outputs text NOT NULL, num_bytes bigint NOT NULL, num_tokens bigint NOT NULL, PRIMARY KEY (completion_id, n)
+);
+CREATE TABLE gptserve.attempts (
+    completion_id text NOT NULL REFERENCES gptserve.completions ON DELETE CASCADE, n integer NOT NULL,
+    num_batches integer NOT NULL, replica uuid NOT NULL, PRIMARY KEY (completion_id, n)
+);
+CREATE INDEX ON gptserve.attempts (replica);
+CREATE TABLE gptserve.ends (
+    completion_id text PRIMARY KEY REFERENCES gptserve.completions ON DELETE CASCADE, status text NOT NULL, error text,
+    finished_at double precision NOT NULL, num_batches integer NOT NULL, num_tokens bigint NOT NULL, position text
+);
+"""
+
+
+async def prepare(connection: AsyncConnection) -> None:
+    """Create the tables if there are none. Raises psycopg.Error, or ValueError for tables of another version."""
+    version = connection.info.server_version
+    if version < OLDEST_SERVER:
+        raise ValueError(f"it needs version {OLDEST_SERVER // 10000} or newer, and the server has {version // 10000}")
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+        found = await (await connection.execute("SELECT to_regclass('gptserve.meta')")).fetchone()
+        if found == (None,):
+            await connection.execute(_TABLES.encode())
+            return
+        row = await (await connection.execute("SELECT version FROM gptserve.meta")).fetchone()
+    found_version = -1 if row is None else row[0]
+    if found_version != SCHEMA_VERSION:
+        how = "older" if found_version < SCHEMA_VERSION else "newer"
+        versions = f"its format is version {found_version}, of {how} servers"
+        raise ValueError(f"{versions}, and this one reads version {SCHEMA_VERSION}; name another database")

@@ -1,0 +1,251 @@
+"""Servers with fake engines that share a database: what runs at one, all find, follow, cancel and go on with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from gptserve.engine.request import TokenOutput
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.job import BackgroundJob
+from gptserve.server.jobs.postgres.store import PostgresJobStore
+from gptserve.server.jobs.resumption import MAX_ATTEMPTS
+from tests.postgres_server import PostgresServer
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.jobs.server import Server, find, found, run, started
+
+Execute = Callable[[str], list[tuple[object, ...]]]
+FIRST_IS_REAPED = "DELETE FROM gptserve.replicas WHERE id IN (SELECT replica FROM gptserve.leases)"
+
+
+@pytest.fixture
+def execute(postgres: PostgresServer, postgres_url: str) -> Execute:
+    return lambda statement: postgres.execute(statement, postgres_url)
+
+
+@contextlib.asynccontextmanager
+async def two(url: str, **options: object) -> AsyncIterator[tuple[Server, Server]]:
+    """Two servers of one database, each with an engine that makes a token at each step."""
+    first, second = (Server(store=PostgresJobStore(url), **options) for _ in range(2))  # type: ignore[arg-type]
+    async with started(first), started(second):
+        yield first, second
+
+
+async def computed(server: Server, job: BackgroundJob) -> None:
+    """Step an engine until a server knows the end of a completion, which any server may compute."""
+    there = await find(server, job)
+    while not there.has_ended:
+        server.engine.step()
+        await asyncio.sleep(0)  # with no regard to how many steps pile up
+
+
+async def submitted(server: Server, number: int = 1) -> None:
+    await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.submitted) >= number)
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def test_a_reader_at_another_server_gets_each_output_and_the_end(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=5)
+            there = await find(second, job)
+            assert (there.status, there.is_elsewhere, there.running) == ("queued", True, None)
+            reader = aiter(second.jobs.reader(there))
+            read: list[TokenOutput] = []
+            for _ in range(5):
+                first.engine.step()
+                read += await anext(reader)
+            with pytest.raises(StopAsyncIteration):
+                await anext(reader)
+            assert read == await first.read(job)
+            assert there.status == "completed"
+            assert await second.text(there) == await first.text(job)
+            assert second.engine.submitted == []
+
+    run(test())
+
+
+def test_what_one_does_not_own_the_other_does_not_find(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(owner="a", key="k", max_tokens=1)
+            with pytest.raises(ServiceError, match="does not exist"):
+                await second.jobs.find(job.completion_id, "b")
+            assert await second.jobs.list_jobs("b", is_operator=False) == []
+            [listed] = await second.jobs.list_jobs("a", is_operator=False)
+            assert listed.completion_id == job.completion_id
+            other = await second.begin(owner="b", key="k", max_tokens=1)
+            assert other.completion_id != job.completion_id
+
+    run(test())
+
+
+def test_one_key_begins_one_completion_at_all_servers(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            begun = await asyncio.gather(*(server.begin(key="k", max_tokens=2) for server in (first, second, first)))
+            assert len({job.completion_id for job in begun}) == 1
+            engines = first.engine, second.engine
+            num_live = sum(len(engine.submitted) - len(engine.aborted) for engine in engines)
+            assert num_live == 1, "what lost the race is aborted"
+            with pytest.raises(ServiceError, match="Idempotency-Key 'k' was used with another request"):
+                await second.begin(key="k", max_tokens=3)
+
+    run(test())
+
+
+def test_a_server_that_was_taken_for_dead_reads_on_what_another_computes(postgres_url: str, execute: Execute) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=6)
+            reading = asyncio.create_task(first.read(job))
+            await first.advance(job, 2)
+            await asyncio.to_thread(execute, FIRST_IS_REAPED)
+            first.engine.step()
+            await submitted(second)
+            assert (second.engine.submitted[0].generated_token_ids, job.running) == (tuple(b"ab"), None)
+            await computed(second, job)
+            assert tokens(await reading) == list(b"abcabc")
+            assert job.status == "completed"
+
+    run(test())
+
+
+def test_what_is_suspended_here_goes_on_there_at_once_and_readers_are_told(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=4)
+            await first.advance(job, 1)
+            reading = asyncio.create_task(first.read(job))
+            await asyncio.sleep(0)
+            await first.jobs.suspend()
+            with pytest.raises(ServiceError, match="the server is shutting down"):
+                await reading
+            await submitted(second)
+            await computed(second, job)
+            assert await second.text(await find(second, job)) == "abca"
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_free", [False, True], ids=["which another computes", "which nobody has"])
+def test_any_server_cancels_and_deletes_a_completion(postgres_url: str, execute: Execute, is_free: bool) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=100)
+            await first.advance(job, 2)
+            if is_free:
+                await asyncio.to_thread(execute, FIRST_IS_REAPED)
+            there = await find(second, job)
+            await second.jobs.cancel(there)
+            assert there.status == "cancelled"
+            assert (await second.text(there))[:2] == "ab"
+            while job.running is not None:
+                first.engine.step()
+                await asyncio.sleep(0)
+            assert (await find(first, job)).status == "cancelled"
+            await first.jobs.delete(job)
+            assert not await found(second, job)
+
+    run(test())
+
+
+def test_one_that_is_deleted_elsewhere_ends_its_readers(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=100)
+            await first.advance(job, 1)
+            reader = aiter(second.jobs.reader(await find(second, job)))
+            assert tokens(list(await anext(reader))) == list(b"a")
+            reading = asyncio.ensure_future(anext(reader))
+            await first.store.forget([job.completion_id])
+            with pytest.raises(ServiceError, match="does not exist"):
+                await reading
+            first.engine.step()
+            while job.running is not None:
+                await job.wait_for_change()
+            assert not await found(first, job)
+
+    run(test())
+
+
+def other_model() -> FakeEngineClient:
+    engine = FakeEngineClient(auto=False)
+    engine.info = replace(engine.info, fingerprint="another")
+    return engine
+
+
+def test_another_model_waits_for_servers_of_the_former_one_before_it_ends_its_completions(
+    postgres_url: str, execute: Execute
+) -> None:
+    async def test() -> None:
+        first = Server(store=PostgresJobStore(postgres_url))
+        async with started(first):
+            job = await first.begin(max_tokens=100)
+            await first.advance(job, 1)
+        other = Server(store=PostgresJobStore(postgres_url), engine=other_model())
+        async with started(other):
+            assert await other.store.sharing.claim({"another"}, 9) == []  # type: ignore[union-attr]
+            assert (await find(other, job)).status == "in_progress"
+            await asyncio.to_thread(execute, "UPDATE gptserve.fingerprints SET seen_at = '2000-01-01'")
+            there = await find(other, job)
+            with pytest.raises(ServiceError, match="another model or computes otherwise"):
+                await other.read(there)
+            assert (there.status, other.engine.submitted) == ("failed", [])
+
+    run(test())
+
+
+def test_one_that_may_be_what_kills_servers_fails_at_last(postgres_url: str, execute: Execute) -> None:
+    async def test() -> None:
+        first = Server(store=PostgresJobStore(postgres_url))
+        async with started(first):
+            job = await first.begin(max_tokens=100)
+        for number in range(MAX_ATTEMPTS):
+            server = Server(store=PostgresJobStore(postgres_url))
+            async with started(server):
+                await submitted(server)
+                tried = await asyncio.to_thread(execute, "SELECT count(*) FROM gptserve.attempts")
+                assert tried == [(number + 1,)]
+        last = Server(store=PostgresJobStore(postgres_url))
+        async with started(last):
+            with pytest.raises(ServiceError, match="4 servers in a row ended while they computed this completion"):
+                await last.read(await find(last, job))
+            assert last.engine.submitted == []
+
+    run(test())
+
+
+def test_the_limits_count_what_other_servers_keep(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url, max_results=2) as (first, second):
+            for _ in range(2):
+                await first.begin(max_tokens=100)
+            await second.jobs.list_jobs(None, is_operator=False)
+            with pytest.raises(ServiceError, match="the limit for all owners is 2"):
+                await second.begin(max_tokens=1)
+
+    run(test())
+
+
+def test_an_engine_that_is_dead_takes_nothing(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=3)
+            await second.engine.close()
+            await first.jobs.suspend()
+            await asyncio.sleep(0)
+            assert await second.store.sharing.held() == {}  # type: ignore[union-attr]
+            third = Server(store=PostgresJobStore(postgres_url))
+            async with started(third):
+                await submitted(third)
+                await computed(third, job)
+
+    run(test())
