@@ -51,7 +51,10 @@ class Batches:
         return dict[str, int](self._runner.num_lines.items())
 
     async def start(self) -> None:
-        """Read what is kept, and go on with what has not ended. Call it once files are read. Raises BatchStoreError."""
+        """Read what is kept, and go on with what has not ended. Raises BatchStoreError.
+
+        Call it once the files are read; those that no batch needs may expire from then on.
+        """
         for record in await self._store.load():
             batch = self._batches[record.batch_id] = KeptBatch(record, record.num_completed, record.num_failed)
             if not record.has_ended:
@@ -60,6 +63,7 @@ class Batches:
                 batch.held_bytes = results.num_bytes
                 self._files.take_room(record.owner, results.num_bytes, is_kept=True)
                 self._run(batch)
+        self._files.begin_expiry()
 
     async def suspend(self) -> None:
         """Stop all batches, for the next start to go on with."""

@@ -98,7 +98,11 @@ class BatchRunner:
         owner = batch.record.owner
         await self._running.take(owner)
         try:
-            input_file = self._files.find(batch.record.input_file_id, owner)
+            try:
+                input_file = self._files.find(batch.record.input_file_id, owner, "input_file_id")
+            except ServiceError as error:  # somebody has put back an older copy of the folder
+                await self._put(batch, "failed", errors=(LineError(error.code, str(error), error.param),))
+                return
             with await self._again(batch, lambda: self._files.open(input_file)) as file:
                 if batch.record.status == "validating":
                     await self._validate(batch, file)

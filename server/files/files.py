@@ -92,10 +92,13 @@ class Files:
         return self._held_bytes.total()
 
     async def start(self) -> None:
-        """Read what is kept. Raises FileStoreError."""
+        """Read what is kept. Raises FileStoreError. Nothing expires before `begin_expiry`."""
         for record in await self._store.load():
             self._add(record)
             self._held_bytes[record.owner] += record.num_bytes
+
+    def begin_expiry(self) -> None:
+        """Delete expired files from now on, but for those that are held by now."""
         self._expiring = asyncio.create_task(self._expire_regularly())
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +43,12 @@ class FolderFileStore(FileStore):
 
     async def open(self, file_id: str) -> BinaryIO:
         """Return the bytes of a file."""
-        return await self._run(lambda folder: (folder / f"{file_id}{_BYTES}").open("rb"))
+        opening = _Opening()
+        try:
+            return await self._run(lambda folder: opening.open(folder / f"{file_id}{_BYTES}"))
+        except asyncio.CancelledError:
+            opening.abandon()
+            raise
 
     async def forget(self, file_id: str) -> None:
         """Delete the record first: bytes without one are deleted by the next start."""
@@ -63,6 +69,31 @@ class FolderFileStore(FileStore):
                 raise FileStoreError(f"{self._named} cannot be used: {cause}") from error
 
         return await asyncio.to_thread(run)
+
+
+class _Opening:
+    """A file that a thread opens, for a caller who may be gone by then."""
+
+    def __init__(self) -> None:
+        self._file: BinaryIO | None = None
+        self._is_abandoned = False
+        self._lock = threading.Lock()
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open the file; close it at once if nobody waits for it. Raises OSError."""
+        file = path.open("rb")
+        with self._lock:
+            self._file = file
+            if self._is_abandoned:
+                file.close()
+        return file
+
+    def abandon(self) -> None:
+        """Close the file now, or once it is open."""
+        with self._lock:
+            self._is_abandoned = True
+            if self._file is not None:
+                self._file.close()
 
 
 class _NewFile(NewContent):

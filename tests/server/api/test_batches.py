@@ -236,6 +236,30 @@ def test_the_next_server_goes_on_after_the_last_result(serve: Serve, tmp_path: P
     assert [*(tmp_path / "batches").glob("*.results")] == []
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_input_that_expires_is_kept_for_its_batch_over_a_restart(
+    serve: Serve, tmp_path: Path, *, is_there: bool
+) -> None:
+    with LiveServer(FakeEngineClient(auto=False), state_dir=tmp_path).running() as first, sync_client(first) as client:
+        begun = begin(client, line("a"))
+        first.engine.wait_for(lambda: len(first.engine.submitted) == 1)
+    path = tmp_path / "files" / f"{begun.input_file_id}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"expires_at": 1}))
+    if not is_there:
+        path.unlink()
+    server = serve(FakeEngineClient(), state_dir=tmp_path)
+    with sync_client(server) as client:
+        batch = end_of(client, begun)
+        if is_there:
+            assert (batch.status, counts(batch)) == ("completed", (1, 1, 0))
+        else:
+            assert (batch.status, batch.errors and batch.errors.data and batch.errors.data[0].code) == (
+                "failed",
+                "file_not_found",
+            )
+        assert refused(lambda: client.files.retrieve(begun.input_file_id))[0] == 404, "its time is over"
+
+
 def test_a_batch_that_ends_servers_fails(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_ATTEMPTS", 1)
     with LiveServer(FakeEngineClient(auto=False), state_dir=tmp_path).running() as first, sync_client(first) as client:

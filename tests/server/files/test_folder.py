@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -131,6 +132,23 @@ def test_a_temporary_folder_ends_with_its_server_and_those_left_behind_with_the_
         assert names(tmp_path) == []
 
     run(test())
+
+
+def test_a_file_is_closed_for_whoever_was_cancelled_while_it_was_opened(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = FolderFileStore(tmp_path)
+        await keep(store)
+        for _ in range(10):
+            opening = asyncio.create_task(store.open("file-1"))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+        await store.close()
+
+    run(test())
+    gc.collect()  # a file that is still open would warn
 
 
 def test_only_their_owner_can_read_the_files(tmp_path: Path) -> None:
