@@ -156,13 +156,14 @@ class SamplingParams:
 class Request:
     """One completion to compute: a function of the weights and these fields.
 
-    Of these, request_id, priority, is_filler and blame do not change it.
+    Of these, request_id, priority, is_filler, blame and num_given_tokens do not change it.
 
     - priority: lower values run sooner; within one priority, first come, first served.
     - is_filler: it waits behind all that are none, and gives up its slot and blocks to them.
     - cache_salt: only requests with the same salt share blocks of the prefix cache.
     - generated_token_ids: the tokens that an engine generated before it died. Outputs continue after them, with the
       same tokens as that engine would have given. None of them ends the completion.
+    - num_given_tokens: how many of them came with the request: no engine here has begun it for those.
     - num_scored_tokens: how many entries of prompt_logprobs that engine sent.
     - blame: the part of this request in the deaths of such engines.
     """
@@ -178,6 +179,7 @@ class Request:
     num_scored_tokens: int = 0
     blame: Blame = NO_BLAME
     is_filler: bool = False
+    num_given_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("seed", "choice_index", "priority"):

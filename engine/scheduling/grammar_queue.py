@@ -82,7 +82,9 @@ class GrammarQueue:
 
     def _is_overdue(self, waiting: _Waiting) -> bool:
         """Whether a request has waited too long; one that may have run before, in an engine that died, never has."""
-        if self._max_queue_time_s is None or waiting.request.generated_token_ids or waiting.request.blame.num_failures:
+        request = waiting.request
+        has_begun = len(request.generated_token_ids) > request.num_given_tokens or request.blame.num_failures > 0
+        if self._max_queue_time_s is None or has_begun:
             return False
         return time.monotonic() - waiting.queued_at > self._max_queue_time_s
 

@@ -41,7 +41,7 @@ def continue_requests(
         if worst is not None:
             raise _fault(f"{FIELD}[{index}]: token ids must be in [0, {info.vocab_size}), got {worst}")
     return tuple(
-        replace(request, generated_token_ids=tuple(token_ids))
+        replace(request, generated_token_ids=tuple(token_ids), num_given_tokens=len(token_ids))
         for request, token_ids in zip(requests, given, strict=True)
     )
 

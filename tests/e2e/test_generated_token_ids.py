@@ -104,6 +104,52 @@ def test_a_stop_string_may_begin_before_and_end_after_the_cut(storyteller: Path)
     assert told[-1] == []  # the client has the end, too
 
 
+TOOLS = "{{ messages[0].content }}{# tools <tool_call> #}"
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+CALL = CHAT | {
+    "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}],
+    "tool_choice": "required",
+    "max_tokens": 60,
+    "ignore_eos": False,
+}
+
+
+@pytest.mark.parametrize("is_keyed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_call_goes_on_whether_it_is_stored_or_not(storyteller: Path, is_keyed: bool) -> None:
+    tokenizer, body = Tokenizer.of_model(storyteller), COMMON | CALL
+    [whole] = ask(storyteller, tokenizer, [body], template=TOOLS)
+    [choice] = whole.json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    token_ids = choice["token_ids"]
+    bodies = [body | {"generated_token_ids": [token_ids[:cut]]} for cut in range(0, len(token_ids), 5)]
+    headers = [{"idempotency-key": str(index)} for index in range(len(bodies))] if is_keyed else ()
+    rests = [
+        answer.json()["choices"][0] for answer in ask(storyteller, tokenizer, bodies, template=TOOLS, headers=headers)
+    ]
+
+    assert [rest["token_ids"] for rest in rests] == [token_ids[cut:] for cut in range(0, len(token_ids), 5)]
+    assert {rest["finish_reason"] for rest in rests} == {choice["finish_reason"]}
+    said = ["".join(c["function"]["arguments"] for c in rest["message"].get("tool_calls") or ()) for rest in rests]
+    assert said[0] == call["function"]["arguments"]
+    assert all(said[0].endswith(rest) for rest in said)
+    assert len({*said}) > 2
+
+
+def test_the_events_of_a_stored_completion_count_the_tokens_that_were_given(storyteller: Path) -> None:
+    tokenizer, body = Tokenizer.of_model(storyteller), COMMON | STORY | {"ignore_eos": True}
+    [whole] = ask(storyteller, tokenizer, [body])
+    token_ids = whole.json()["choices"][0]["token_ids"]
+    given = body | {"generated_token_ids": [token_ids[:7]], "stream": True}
+    headers = [{"idempotency-key": "a"}, {"idempotency-key": "a", "last-event-id": "12"}]
+    first, resumed = ask(storyteller, tokenizer, [given, given], headers=headers)
+    ids = [int(line.removeprefix("id: ")) for line in first.text.splitlines() if line.startswith("id: ")]
+
+    assert ids == sorted({*ids}), "each says how many tokens its reader has"
+    assert (ids[0] > 7, ids[-1]) == (True, 24)
+    assert first.text.endswith(resumed.text), "it goes on after an event of its own"
+    assert resumed.text.startswith(f"id: {next(i for i in ids if i > 12)}\n")
+
+
 def events(answer: httpx.Response) -> list[Json]:
     lines = answer.text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]

@@ -613,6 +613,18 @@ def test_a_sequence_that_is_not_admitted_in_time_ends_and_only_then() -> None:
     assert step(scheduler) == {"second": 1}, "the next in line takes the running slot"
 
 
+@pytest.mark.parametrize(("num_given", "expires"), [(2, True), (1, False), (0, False)])
+def test_tokens_that_came_with_a_request_are_no_sign_that_it_has_run(num_given: int, expires: bool) -> None:
+    scheduler, clock = make_impatient_scheduler()
+    add(scheduler, "running", [1, 2])
+    step(scheduler)
+    given = Request("waiting", (3,), SamplingParams(max_tokens=16), 0, generated_token_ids=(4, 5))
+    waiting = scheduler.add(replace(given, num_given_tokens=num_given))
+    clock.now += 9.0
+
+    assert scheduler.expire_waiting() == [waiting] * expires
+
+
 def test_a_preempted_sequence_waits_as_long_as_it_takes() -> None:
     scheduler, clock = make_impatient_scheduler(8, max_num_seqs=2)
     _, young = add_old_and_young(scheduler)
