@@ -1,7 +1,7 @@
 """A backend compared with the reference on the layers of a model, before the model is served with it.
 
-attention_choice.py calls it for a backend that is compiled on the spot, by a compiler and for a device that no test has seen. The
-comparison also compiles what steps need later; where it is proved, they find that in Triton's cache.
+attention_choice.py calls it for a backend that is compiled on the spot, by a compiler and for a device that no test has
+seen. The comparison also compiles what steps need later; where it is proved, they find that in Triton's cache.
 """
 
 from __future__ import annotations
