@@ -3,8 +3,9 @@
     python -m bench.int8_quality MODEL TEXT [TEXT ...] [--sides bf16 int8 q8_0 g32 g64.rows.exact]
         [--tokens-to TOKENS.json] [--logits Q8_0=LOGITS.npy]
 
-`bf16` and `int8` are the engine as it serves. All other sides are simulated: weights and rows are rounded to what a
-kernel would read, and products of them are computed in fp32, with the rest of the model and the KV cache in fp32, too.
+`bf16`, `int8` and `stored`, with codes as the files hold them, are the engine as it serves. All other sides are
+simulated: weights and rows are rounded to what a kernel would read, and products of them are computed in fp32, with the
+rest of the model and the KV cache in fp32, too.
 
 A side `gN` has a scale in fp16 for each N weights of an output, g0 one for the whole output. Each N elements of a row
 have a scale as well. Words behind it change that, in any order:
@@ -65,7 +66,8 @@ ELEMENTS = 2**18
 WINDOW, WINDOWS = 512, 8
 SIDES = ("bf16", "int8", "q8_0", *(f"g{n}.rows.exact" for n in (32, 64, 128)))
 AS_SERVED: dict[str, dict[str, Any]] = {
-    "bf16": {"dtype": "bfloat16"},
+    "bf16": {"dtype": "bfloat16", "quantization": "none"},
+    "stored": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
 }
 
@@ -246,7 +248,7 @@ def measure(
         return top_logprobs(logits, targets, num_top)
 
     with ExitStack() as stack:
-        options = AS_SERVED.get(side, {"dtype": "float32"})
+        options = AS_SERVED.get(side, {"dtype": "float32", "quantization": "none"})
         if side not in AS_SERVED and side != "fp32":
             stack.enter_context(simulated(Recipe.parse(side)))
             options = {**options, "quantization": "int8"}

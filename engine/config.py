@@ -17,6 +17,8 @@ from gptserve.weights.pooling import Task
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
+QuantizationOption = Literal["none", "int8"]
+"""Without any, weights that are stored as codes stay so where that is possible; with "none" they are unpacked."""
 WeightType = Literal["int8", "int10"]
 """What becomes of a weight that is quantized: in int8, the first layers may have two more bits."""
 AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
@@ -37,7 +39,7 @@ class EngineConfig:
     model_dir: Path
     device: Device = "auto"
     dtype: DType = "auto"
-    quantization: Quantization | None = None
+    quantization: QuantizationOption | None = None
     attention_backend: AttentionBackendName = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -63,7 +65,7 @@ class EngineConfig:
         for name, kind in kinds.items():
             choices = get_args(kind)
             self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        quantizations = get_args(Quantization)
+        quantizations = get_args(QuantizationOption)
         self._check("quantization", self.quantization in (None, *quantizations), f"None or {', '.join(quantizations)}")
         for name in ("tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             self._check_at_least(name, 1)
@@ -78,6 +80,11 @@ class EngineConfig:
         self._check("gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "in (0, 1]")
         is_enough = self.max_num_batched_tokens >= self.max_num_seqs
         self._check("max_num_batched_tokens", is_enough, f"at least max_num_seqs ({self.max_num_seqs})")
+
+    @property
+    def requantization(self) -> Quantization | None:
+        """What weights become while they load, whatever they are stored as; None: nothing."""
+        return None if self.quantization == "none" else self.quantization
 
     def _check_at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

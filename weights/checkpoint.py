@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from gptserve.weights.gguf.folder import SUFFIX as GGUF_SUFFIX
 from gptserve.weights.gguf.tensors import read_tensor
 from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
-from gptserve.weights.parts import find_parts
+from gptserve.weights.parts import Part, find_code_formats, find_parts
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
+from gptserve.weights.quantized.coded import GROUP, CodedType, CodedWeight, CodeFormat
 from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
 from gptserve.weights.safetensors_files import find_tensors, opened
 from gptserve.weights.sharding import WHOLE, Share
@@ -68,9 +70,11 @@ class Checkpoint:
         device: torch.device | str,
         progress: Callable[[int, int], None] | None = None,
         keeps: Collection[StoredType] = (),
-    ) -> Iterator[tuple[str, Tensor]]:
+        coded: Collection[str] = (),
+    ) -> Iterator[tuple[str, Tensor | CodedWeight]]:
         """Yield (canonical name, contiguous tensor) in canonical order; on a CPU vectors share memory.
 
+        The weights whose names are among `coded`, which are some of `code_formats`, come as their codes.
         A weight of an expert whose stored type is among `keeps` comes as that holds it: in MXFP4 as its blocks and,
         after these, as {expert}.ffn_up.scales or {expert}.ffn_down.scales, its scales. Calls `progress` after each
         weight with the bytes read so far and in all. Memory holds the tensors that the caller keeps, the one being
@@ -79,6 +83,12 @@ class Checkpoint:
         num_bytes_read = 0
         copies, pages = copier(torch.device(device)), HugePages()
         for name, source in self._sources.items():
+            if name in coded:
+                num_bytes_read += self._num_bytes(source)
+                yield name, self._coded(source, self.code_formats[name], dtype)
+                if progress is not None:
+                    progress(num_bytes_read, self.num_bytes)
+                continue
             on, shapes = torch.device(device), self._shapes(name, source, keeps)
             its_dtype = torch.float32 if source.is_wide else dtype if len(shapes) == 1 else torch.uint8
             make = torch.zeros if source.is_zero else partial(_empty, pages)
@@ -90,6 +100,29 @@ class Checkpoint:
             if progress is not None:
                 progress(num_bytes_read, self.num_bytes)
             yield from tensors.items()
+
+    @cached_property
+    def code_formats(self) -> dict[str, CodeFormat]:
+        """The weights that can come as codes, all their numbers as they are, by their canonical names."""
+        return find_code_formats(self._sources, self._parts)
+
+    def _coded(self, source: Source, its_format: CodeFormat, dtype: torch.dtype) -> CodedWeight:
+        """Return a weight as its codes."""
+        num_out, num_in = source.joined_shape
+        codes = mapped(num_out * num_in).view(num_out, num_in)
+        scales = torch.empty(num_out, num_in // GROUP, dtype=torch.float16)
+        others = None if its_format.kind == "scales" else torch.empty_like(scales)
+        weight = CodedWeight(its_format, dtype, codes, scales, others)
+        row = 0
+        for name, _ in source.parts:
+            part, tensors = self._parts[name], self._read(name, source.entry)
+            with _named_faults(name, part):
+                row = _set_codes(weight, row, part, part.shape if source.entry is None else part.shape[1:], tensors)
+        if source.row_order is None:
+            return weight
+        order = torch.tensor(source.row_order)
+        others = None if others is None else others[order]
+        return CodedWeight(its_format, dtype, codes[order], scales[order], others)
 
     def _shapes(self, name: str, source: Source, keeps: Collection[StoredType]) -> dict[str, Shape]:
         """Return the names and shapes of the tensors that a source becomes: of several, if it stays packed."""
@@ -121,10 +154,8 @@ class Checkpoint:
             (values,) = tensors.values()
             values = values.t() if source.transpose else values
         else:
-            try:
+            with _named_faults(name, part):
                 values = _unpack(part.type, part.shape if source.entry is None else part.shape[1:], tensors, dtype)
-            except UnfitError as fault:
-                raise InvalidCheckpointError(f"{name} is in {part.type.name}, which {fault}") from fault
         values = values.flatten() if source.is_flat else values
         return (values if source.columns is None else values[:, start:end],)
 
@@ -179,15 +210,42 @@ def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dty
         return stored.unpack(shape, tensors, slice(0, *shape), dtype)
     num_out, num_in = shape
     values = torch.empty(num_out, num_in, dtype=dtype)
-    num_rows = max(1, PIECE_ELEMENTS // max(1, num_in) // UNPACKED_ROWS) * UNPACKED_ROWS
 
     def fill(rows: slice) -> None:
         values[rows] = stored.unpack(shape, tensors, rows, dtype)
 
+    _map_rows(fill, num_out, num_in)
+    return values
+
+
+def _set_codes(weight: CodedWeight, start: int, part: Part, shape: Shape, tensors: Mapping[str, Tensor]) -> int:
+    """Set rows of a weight from `start` on to those of a part [out, in]; return where they end."""
+    stored, (num_out, num_in) = part.type, shape
+    assert isinstance(stored, CodedType)
+
+    def fill(rows: slice) -> None:
+        its_rows = slice(start + rows.start, start + rows.stop)
+        weight.set_rows(its_rows, stored.coded(shape, tensors, rows, weight.dtype))
+
+    _map_rows(fill, num_out, num_in)
+    return start + num_out
+
+
+def _map_rows(fill: Callable[[slice], object], num_out: int, num_in: int) -> None:
+    """Call `fill` for pieces of all rows of a weight [out, in]."""
+    num_rows = max(1, PIECE_ELEMENTS // max(1, num_in) // UNPACKED_ROWS) * UNPACKED_ROWS
     spans = [slice(start, min(start + num_rows, num_out)) for start in range(0, num_out, num_rows)]
     for _ in map_pieces(fill, spans):
         pass
-    return values
+
+
+@contextmanager
+def _named_faults(name: str, part: Part) -> Iterator[None]:
+    """Raise InvalidCheckpointError, which names the part, for an UnfitError."""
+    try:
+        yield
+    except UnfitError as fault:
+        raise InvalidCheckpointError(f"{name} is in {part.type.name}, which {fault}") from fault
 
 
 def _empty(pages: HugePages, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

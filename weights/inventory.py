@@ -6,15 +6,17 @@ Reads headers, no values, and does not import torch. `gptserve inspect` prints i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family, read_raw_config
+from gptserve.weights.families.family import Source
 from gptserve.weights.gguf.folder import TENSORS_FILE
-from gptserve.weights.parts import find_parts
+from gptserve.weights.parts import Part, find_code_formats, find_parts
 from gptserve.weights.quantized import stored_types
+from gptserve.weights.quantized.coded import CodeFormat
 from gptserve.weights.quantized.stored_type import PLAIN
 from gptserve.weights.safetensors_files import find_tensors
 from gptserve.weights.tied_head import resolve_head
@@ -40,10 +42,8 @@ def has_weights(folder: Path) -> bool:
 
 def stored_parts(folder: Path, config: ModelConfig) -> Iterator[StoredPart]:
     """Yield the weights in the files, each once, in canonical order. Raises a WeightsError."""
-    family, types = find_family(config.model_type), stored_types(read_raw_config(folder), folder)
-    files = find_tensors(folder, family.prefixes)
-    _, sources = resolve_head(family, config, files, types)
-    parts, seen = find_parts(folder, family, sources, files, types), set[str]()
+    seen = set[str]()
+    sources, parts = _found(folder, config)
     for canonical, source in sources.items():
         for number, (name, shape) in enumerate(source.parts):
             if name in seen:  # several experts may be one tensor
@@ -54,3 +54,15 @@ def stored_parts(folder: Path, config: ModelConfig) -> Iterator[StoredPart]:
             its_type = dtypes if parts[name].type == PLAIN else parts[name].type.name
             num_bytes = sum(tensor.end - tensor.start for tensor in tensors)
             yield StoredPart(canonical, number, len(source.parts), its_type, num_bytes, math.prod(shape))
+
+
+def code_formats(folder: Path, config: ModelConfig) -> dict[str, CodeFormat]:
+    """Return the weights that can come as codes, by their canonical names: Checkpoint.code_formats."""
+    return find_code_formats(*_found(folder, config))
+
+
+def _found(folder: Path, config: ModelConfig) -> tuple[Mapping[str, Source], Mapping[str, Part]]:
+    family, types = find_family(config.model_type), stored_types(read_raw_config(folder), folder)
+    files = find_tensors(folder, family.prefixes)
+    _, sources = resolve_head(family, config, files, types)
+    return sources, find_parts(folder, family, sources, files, types)

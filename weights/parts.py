@@ -13,6 +13,7 @@ from pathlib import Path
 from gptserve.weights.errors import InvalidCheckpointError, shown
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.quantized import type_of
+from gptserve.weights.quantized.coded import CodedType, CodeFormat, joined_format
 from gptserve.weights.quantized.stored_type import PLAIN, Expected, Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import Shape, StoredTensor
 
@@ -70,6 +71,24 @@ def stored_as(
     its_shape = (*shape[:-2], shape[-1], shape[-2]) if source.transpose else shape
     stored = type_of(weight, its_shape, files, types)
     return stored, shape if stored is PLAIN else its_shape
+
+
+def find_code_formats(sources: Mapping[str, Source], parts: Mapping[str, Part]) -> dict[str, CodeFormat]:
+    """Return the weights that can come as codes (quantized/coded.py), by their canonical names.
+
+    The parts of a joined weight may have several formats, if one has all their numbers.
+    """
+    found: dict[str, CodeFormat] = {}
+    for name, source in sources.items():
+        if name.endswith(".weight") and not (source.is_zero or source.is_wide or source.is_flat or source.columns):
+            its_parts = [parts[part] for part, _ in source.parts]
+            its = joined_format(
+                part.type.code_format(part.shape[-2:], part.tensors) if isinstance(part.type, CodedType) else None
+                for part in its_parts
+            )
+            if its is not None:
+                found[name] = its
+    return found
 
 
 @dataclass

@@ -6,7 +6,6 @@ blocks or model families. ModelRunner calls it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from gptserve.engine.model.group import Group
 from gptserve.engine.model.layers import Block
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import LinearMaker, Rows
-from gptserve.engine.model.loading import StreamedTensors, take_head, take_linear, take_norm
+from gptserve.engine.model.loading import Stream, StreamedTensors, take_embedding, take_head, take_linear, take_norm
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
@@ -92,7 +91,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Iterator[tuple[str, Tensor]],
+        tensors: Stream,
         backend: AttentionBackend,
         maker: LinearMaker | None = None,
         group: Group | None = None,
@@ -102,12 +101,12 @@ class Decoder:
         self._config, self._backend, self._group, self._compile = config, backend, group, compile_program
         self.host_starts_experts = operations.host_starts_experts(config)
         source = self._source = StreamedTensors(tensors, maker, group, operations)
-        embedding = source.take("embed.weight")
+        embedding, codes = take_embedding(source)
         self._positions = source.take("position.weight") if config.position == "learned" else None
         if config.embed_size is None:
             source.maker.begin(embedding, self._positions)
         # Here a tied head may take the place of the table before the layers take memory. A bias comes after them.
-        early = take_head(config, source, embedding) if config.tied_head and not config.head_bias else None
+        early = take_head(config, source, embedding, codes) if config.tied_head and not config.head_bias else None
         self._embedding: Rows = embedding if early is None else early[1]
         del embedding
         dtype, device = self._embedding.dtype, self._embedding.device
@@ -121,7 +120,7 @@ class Decoder:
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm", config.logit_scale) if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
-        self._head, self._embedding = early or take_head(config, source, self._embedding)
+        self._head, self._embedding = early or take_head(config, source, self._embedding, codes)
         source.end()
 
     def set_max_model_len(self, max_model_len: int) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
+from gptserve.weights.quantized.coded import CodedWeight
 
 _ALIGNED_ROWS = 8
 """On an H100 the head of GPT-2, of 50,257 rows, takes 108 us for 32 sequences without rows of zeros."""
@@ -21,12 +22,12 @@ _ALIGNED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """What a linear computes, act(x W^T + b), for a weight [out, in] in the dtype of computation.
+    """What a linear computes, act(x W^T + b), for a weight [out, in] in the dtype of computation, or of codes.
 
     `out_dtype` float32 spares a bf16 result its rounding where the product can give it.
     """
 
-    weight: Tensor
+    weight: Tensor | CodedWeight
     bias: Tensor | None = None
     activation: Activation | None = None
     out_dtype: torch.dtype | None = None
@@ -129,4 +130,5 @@ class DenseLinears:
         return linear.copied_rows if isinstance(linear, DenseLinear) else None
 
     def make(self, name: str, affine: Affine) -> Linear:
+        assert isinstance(affine.weight, Tensor)
         return DenseLinear(affine.weight, affine.bias, affine.activation, affine.out_dtype, self._call_rows)

@@ -16,6 +16,12 @@ from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMak
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.huge_pages import mapped
+from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
+from gptserve.weights.quantized.coded import CodedWeight
+
+Stream = Iterator[tuple[str, Tensor | CodedWeight]]
+"""Weights by their canonical names, in the order in which they are taken; some of linears come as codes."""
 
 
 class StreamedTensors:
@@ -27,14 +33,14 @@ class StreamedTensors:
 
     def __init__(
         self,
-        tensors: Iterator[tuple[str, Tensor]],
+        tensors: Stream,
         maker: LinearMaker | None = None,
         group: Group | None = None,
         operations: Operations = TORCH,
     ) -> None:
         self._tensors, self.group, self.operations = tensors, group, operations
         self.maker = maker or DenseLinears()
-        self._waiting: dict[str, Tensor] = {}
+        self._waiting: dict[str, Tensor | CodedWeight] = {}
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.corrections: dict[str, Tensor] = {}
@@ -43,6 +49,12 @@ class StreamedTensors:
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
+        tensor = self.take_weight(name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def take_weight(self, name: str) -> Tensor | CodedWeight:
+        """Return the same of a linear's weight, which may come as codes."""
         while name not in self._waiting:
             other, tensor = next(self._tensors)
             self._waiting[other] = tensor
@@ -51,6 +63,23 @@ class StreamedTensors:
     def end(self) -> None:
         """Let the stream go, which holds the last tensor that it gave."""
         self._tensors = iter(())
+
+
+def take_embedding(source: StreamedTensors) -> tuple[Tensor, CodedWeight | None]:
+    """Return the embedding [tokens, width] and, if it comes as codes, these."""
+    weight = source.take_weight("embed.weight")
+    if isinstance(weight, Tensor):
+        return weight, None
+    codes, (num, width) = weight, weight.shape
+    table = mapped(num * width * codes.dtype.itemsize).view(codes.dtype).view(num, width)
+    size = max(1, PIECE_ELEMENTS // width)
+
+    def fill(rows: slice) -> None:
+        table[rows] = codes.values(rows)
+
+    for _ in map_pieces(fill, [slice(start, start + size) for start in range(0, num, size)]):
+        pass
+    return table, codes
 
 
 def take_norm(
@@ -82,21 +111,26 @@ def take_linear(
     bias: bool,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
-    weight: Tensor | None = None,
+    weight: Tensor | CodedWeight | None = None,
 ) -> Linear:
     """Return the linear of this name. `weight`, if given, is its weight, which the source then does not have."""
-    weight = source.take(f"{name}.weight") if weight is None else weight
+    weight = source.take_weight(f"{name}.weight") if weight is None else weight
     its_bias = source.take(f"{name}.bias") if bias else None
     linear = source.linears[name] = source.maker.make(name, Affine(weight, its_bias, activation, out_dtype))
     return linear
 
 
-def take_head(config: ModelConfig, source: StreamedTensors, embedding: Rows) -> tuple[Linear, Rows]:
-    """Return the head, and what rows of the embedding are read from: a tied head that holds them, or `embedding`."""
-    tied = None
+def take_head(
+    config: ModelConfig, source: StreamedTensors, embedding: Rows, codes: CodedWeight | None = None
+) -> tuple[Linear, Rows]:
+    """Return the head, and what rows of the embedding are read from: a tied head that holds them, or `embedding`.
+
+    `codes` are those of the embedding, if it came as codes.
+    """
+    tied: Tensor | CodedWeight | None = None
     if config.tied_head:
         assert isinstance(embedding, Tensor)
-        tied = embedding
+        tied = embedding if codes is None else codes
     head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=tied)
     rows = None if tied is None else source.maker.rows_of(head)
     return head, embedding if rows is None else rows

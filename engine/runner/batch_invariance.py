@@ -107,7 +107,7 @@ def _on_cpu(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, num_threads: int
 ) -> Products | str:
     """Return the products, or why they depend on the batch."""
-    for weight_type in weight_types(config.quantization):
+    for weight_type in weight_types(config.requantization):
         if product_of(device, dtype, weight_type) == "torch":
             return "there is neither the compiled library nor torch's oneDNN, whose products are also faster"
         found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, weight_type, num_threads=num_threads)

@@ -20,7 +20,7 @@ from gptserve.engine.model.layout import Span, StepArrays, lay_out
 from gptserve.engine.model.operations import Operations
 from gptserve.engine.runner.batch_invariance import Products
 from gptserve.engine.runner.memory import weight_types
-from gptserve.engine.runner.products import build_of, product_of
+from gptserve.engine.runner.products import Product, build_of, product_of
 from gptserve.version import installed_version
 from gptserve.weights.config import ModelConfig
 
@@ -34,6 +34,7 @@ def numeric_causes(
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization | None,
+    product: Product,
     backend: AttentionBackend,
     operations: Operations,
     products: Products,
@@ -43,7 +44,7 @@ def numeric_causes(
 ) -> dict[str, str]:
     """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them.
 
-    `draws` is what chooses tokens where the compiled library does not.
+    `product` is what multiplies with most weights. `draws` is what chooses tokens where the compiled library does not.
     """
     shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
     return {
@@ -54,6 +55,7 @@ def numeric_causes(
         "attention": f"{backend.name} {backend.build}",
         "operations": operations.build,
         "products": build_of(product_of(device, dtype), dtype),
+        "products with codes": build_of(product, dtype) if product == "native_coded" else "none",
         "quantized products": ", ".join(
             build_of(product_of(device, dtype, weight_type), dtype)
             for weight_type in weight_types(quantization)

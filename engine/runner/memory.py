@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
@@ -20,6 +21,7 @@ from gptserve.engine.runner.control_groups import group_memory_bytes
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.quantized import held_shapes
+from gptserve.weights.quantized.coded import CodeFormat
 from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.sharding import WHOLE, Share
 
@@ -92,6 +94,20 @@ def weight_type_of(linear: str, num_layers: int, quantization: Quantization | No
     return "int10" if native.has_fast_int10() else None
 
 
+def keeps_codes(config: EngineConfig) -> bool:
+    """Return whether an engine on a CPU multiplies with weights that are stored as codes as they are."""
+    return config.quantization is None and config.tensor_parallel_size == 1 and native.is_available()
+
+
+def codes_kept(model: ModelConfig, formats: Mapping[str, CodeFormat]) -> dict[str, CodeFormat]:
+    """Return those of the weights that can come as codes which a CPU keeps so, by their canonical names.
+
+    They are what a quantization changes. An embedding is also kept in its dtype; its codes are for a tied head.
+    """
+    linears = {f"{name}.weight" for name in (*_QUANTIZED, *(("embed",) if model.tied_head else ()))}
+    return {name: its for name, its in formats.items() if name.split(".", name.count(".") - 1)[-1] in linears}
+
+
 def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, ...]:
     """Return what becomes of some weight here; None for its dtype, which the router of a mixture of experts keeps."""
     if quantization is None:
@@ -118,10 +134,11 @@ def weight_bytes(
     quantization: Quantization | None = None,
     share: Share = WHOLE,
     kept: StoredType | None = None,
+    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Return the bytes of a rank's parameters by part, as `held_weights` has them."""
     sizes = dict.fromkeys(_PARTS, 0)
-    for held in held_weights(model, dtype_bytes, quantization, share, kept):
+    for held in held_weights(model, dtype_bytes, quantization, share, kept, codes):
         sizes[held.part] += held.num_bytes
     return sizes
 
@@ -132,10 +149,12 @@ def held_weights(
     quantization: Quantization | None = None,
     share: Share = WHOLE,
     kept: StoredType | None = None,
+    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
 ) -> Iterator[HeldWeight]:
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
-    `kept` is the stored type that a device keeps, if any. A tied head is the embedding, and in int8 a copy beside it.
+    `kept` is the stored type that a device keeps, if any; `codes` are what `codes_kept` returns. A tied head is the
+    embedding, and in int8 or as codes a copy beside it.
     On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
     weights may take: how many outputs and channels are not quantized depends on their values.
     """
@@ -147,6 +166,8 @@ def held_weights(
             weight_type = weight_type_of(linear, model.num_layers, quantization)
         if kept is not None and held is not None:
             its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
+        elif name in codes and name != "embed.weight":
+            its_type, num_bytes = codes[name].name, codes[name].num_bytes(shape)
         elif weight_type is not None:
             its_type, num_bytes = str(weight_type), _quantized_bytes(linear, shape, weight_type)
         else:
@@ -154,10 +175,13 @@ def held_weights(
         embedding_bytes = num_bytes if name == "embed.weight" else embedding_bytes
         yield HeldWeight(part, name, its_type, num_bytes, math.ceil(num_bytes * _share_read(model, name)))
     if model.tied_head and share.rank == 0:
-        is_copy = quantization == "int8"
-        head = (model.vocab_size, model.embed_size or model.hidden_size)
-        num_bytes = _quantized_bytes("head", head) if is_copy else embedding_bytes
-        yield HeldWeight("head", "head.weight", quantization, num_bytes if is_copy else 0, num_bytes)
+        head, its_codes = (model.vocab_size, model.embed_size or model.hidden_size), codes.get("embed.weight")
+        head_type, num_bytes = quantization if its_codes is None else its_codes.name, embedding_bytes
+        if its_codes is not None:
+            num_bytes = its_codes.num_bytes(head)
+        elif quantization == "int8":
+            num_bytes = _quantized_bytes("head", head)
+        yield HeldWeight("head", "head.weight", head_type, 0 if head_type is None else num_bytes, num_bytes)
 
 
 def _share_read(model: ModelConfig, name: str) -> float:
@@ -168,14 +192,21 @@ def _share_read(model: ModelConfig, name: str) -> float:
     return 1.0 if experts is None else experts.num_per_row / experts.num_all
 
 
-def linear_bytes(model: ModelConfig, quantization: Quantization | None, dtype_bytes: int) -> int:
+def linear_bytes(
+    model: ModelConfig,
+    quantization: Quantization | None,
+    dtype_bytes: int,
+    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
+) -> int:
     """Return the bytes of the weights of layers and head, quantized, without padding, scales and what stays exact.
 
-    Those that are not quantized have dtype_bytes an element.
+    Those that are not quantized have dtype_bytes an element. `codes` are what `codes_kept` returns.
     """
     parts, num_bytes = {"attention", "feed-forward", "embedding" if model.tied_head else "head"}, 0
     for part, name, shape in _tensors(model):
-        if part in parts and name.endswith(".weight"):
+        if name in codes:
+            num_bytes += codes[name].num_bytes(shape)
+        elif part in parts and name.endswith(".weight"):
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
             weight_type = weight_type_of(linear, model.num_layers, quantization)
             num_bytes += int(math.prod(shape) * (dtype_bytes if weight_type is None else _BYTES[weight_type]))

@@ -13,9 +13,10 @@ from contextlib import suppress
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.runner.host_cpus import NVIDIA_DRIVER, usable_cpus
-from gptserve.engine.runner.memory import available_memory_bytes, linear_bytes
+from gptserve.engine.runner.memory import available_memory_bytes, codes_kept, keeps_codes, linear_bytes
 from gptserve.weights.errors import WeightsError
 from gptserve.weights.families import load_config
+from gptserve.weights.inventory import code_formats
 from gptserve.weights.mappings import HUGE_PAGE, address_of, map_memory
 
 MAX_BYTES = 2**30
@@ -54,6 +55,8 @@ def _packed_bytes(config: EngineConfig) -> int:
     if not native.is_available() or usable_cpus() == 1 or config.tensor_parallel_size > 1:
         return 0
     try:
-        return linear_bytes(load_config(config.model_dir), config.quantization, others_bytes)
+        model = load_config(config.model_dir)
+        codes = codes_kept(model, code_formats(config.model_dir, model)) if keeps_codes(config) else {}
+        return linear_bytes(model, config.requantization, others_bytes, codes)
     except WeightsError:
         return 0  # the engine says what is wrong

@@ -16,6 +16,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.int8 import DenseInt8Linear, large_channels
 from gptserve.engine.backends.cpu.linear import (
+    NativeCodedLinear,
     NativeInt8Linear,
     NativeInt10Linear,
     NativeLinear,
@@ -26,21 +27,23 @@ from gptserve.engine.backends.cpu.linear import (
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.linear import Affine, DenseLinear, Linear, Rows
-from gptserve.engine.runner.memory import OF_STREAM, linear_shapes, weight_type_of
+from gptserve.engine.runner.memory import OF_STREAM, codes_kept, keeps_codes, linear_shapes, weight_type_of
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import HugePages
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
 
 logger = logging.getLogger(__name__)
 
-Product = Literal["native", "onednn", "torch", "native_int8", "native_int10", "torch_int8"]
-"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear, NativeInt10Linear or DenseInt8Linear."""
+Product = Literal["native", "onednn", "torch", "native_int8", "native_int10", "native_coded", "torch_int8"]
+"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear, NativeInt10Linear, NativeCodedLinear or
+DenseInt8Linear."""
 
 _NATIVE: dict[WeightType | None, Product] = {None: "native", "int8": "native_int8", "int10": "native_int10"}
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     """Raise InvalidConfigurationError if this model cannot be computed so; warn if that is slow."""
-    if config.quantization is None:
+    if config.requantization is None:
         return
     if config.tensor_parallel_size > 1:
         raise InvalidConfigurationError(
@@ -56,6 +59,18 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
         )
     if not native.is_available():
         logger.warning("linear: without the compiled library, products in int8 are slow; int8 saves memory only")
+
+
+def choose_codes(
+    config: EngineConfig,
+    model: ModelConfig,
+    formats: Mapping[str, CodeFormat],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, CodeFormat]:
+    """Return which of the weights that can come as codes are multiplied as they are, by their canonical names."""
+    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    return codes_kept(model, formats) if fits and keeps_codes(config) else {}
 
 
 def product_of(device: torch.device, dtype: torch.dtype, weight_type: WeightType | None = None) -> Product:
@@ -77,7 +92,9 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
     match product:
         case "native":
             return f"native {native.supported_variants(8 * dtype.itemsize)[-1]} {native.digest()}"
-        case "native_int8" | "native_int10":  # activations are those of "native", all else the same by all variants
+        case (
+            "native_int8" | "native_int10" | "native_coded"
+        ):  # activations are those of "native", all else the same by all variants
             return f"{product} {native.digest()}"
         case _:
             return product
@@ -101,10 +118,15 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
 
     `weight_type` is what becomes of the weight. On a CPU oneDNN's product and torch's round results in bf16.
     """
-    weight, terms = affine.weight, (affine.weight, affine.bias, affine.activation)
     options = options or ProductOptions()
+    weight, others = affine.weight, (affine.bias, affine.activation)
+    if isinstance(weight, CodedWeight):
+        return NativeCodedLinear(weight, *others, affine.out_dtype, memory=options.memory)
+    terms = weight, *others
     exact, memory = options.exact_inputs, options.memory
-    match product_of(weight.device, weight.dtype, weight_type):
+    product = product_of(weight.device, weight.dtype, weight_type)
+    assert product != "native_coded", "codes are no Tensor"
+    match product:
         case "native":
             return NativeLinear(*terms, affine.out_dtype, memory=memory)
         case "native_int8":

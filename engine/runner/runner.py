@@ -35,7 +35,7 @@ from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, samp
 from gptserve.engine.runner.hardware import set_num_threads
 from gptserve.engine.runner.memory_ahead import take_populated
 from gptserve.engine.runner.pooling import pool_all
-from gptserve.engine.runner.products import Linears, product_of
+from gptserve.engine.runner.products import Linears, Product, product_of
 from gptserve.engine.runner.program_steps import program_steps
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, begin_sampling
@@ -104,7 +104,7 @@ class ModelRunner:
         self._ranks = None if start is None else start(self.device)
         with torch.inference_mode():
             group = None if self._ranks is None else self._ranks.group
-            linears = Linears(config.quantization, whole.num_layers, HugePages(take_populated()), products.call_rows)
+            linears = Linears(config.requantization, whole.num_layers, HugePages(take_populated()), products.call_rows)
             self._decoder = Decoder(
                 self._model, setup.stream(progress), backend, linears, group, operations, native_decoder
             )
@@ -115,8 +115,9 @@ class ModelRunner:
         none_R = torch.empty(0, dtype=torch.int64, device=self.device)
         self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
         self._step_work = StepWork(self._model)
-        dtype, quantization = setup.dtype, config.quantization
-        product = product_of(self.device, dtype, quantization)
+        product: Product = (
+            "native_coded" if setup.codes else product_of(self.device, setup.dtype, config.requantization)
+        )
         self._in_team = product.startswith("native")
         self.choose_threads: Callable[[int], int] = partial(num_step_threads, max_threads=num_threads)
         """From the work of a step to the number of its threads."""
@@ -127,14 +128,15 @@ class ModelRunner:
             if self.device.type != "cpu":
                 check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
             sample = sample_numbers(logits_of, whole.vocab_size, max_model_len, config.block_size)
-        numbers = (self.device, dtype, quantization, backend, operations, products, share.size, self.graphs is not None)
-        causes = numeric_causes(setup.checkpoint.digest, whole, *numbers, "torch" if sampler is None else sampler.build)
+        numbers = (self.device, setup.dtype, config.requantization, product, backend, operations, products, share.size)
+        draws = "torch" if sampler is None else sampler.build
+        causes = numeric_causes(setup.checkpoint.digest, whole, *numbers, self.graphs is not None, draws)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=self._model.eos_token_ids,
             device=str(self.device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(setup.dtype).removeprefix("torch."),
             attention_backend=backend.name,
             product=product,
             block_size=config.block_size,

@@ -5,22 +5,22 @@ The first rank (runner.py) and each other one (parallel/worker.py) call `set_up`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gptserve.engine.backends.gpu.selfcheck.operations import choose_operations
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.layers import layer_specs
+from gptserve.engine.model.loading import Stream
 from gptserve.engine.model.operations import Operations
 from gptserve.engine.runner.attention_choice import choose_backend
 from gptserve.engine.runner.batch_invariance import Products, choose_products, set_up_device
 from gptserve.engine.runner.hardware import choose_device, choose_dtype
 from gptserve.engine.runner.memory import check_max_model_len
-from gptserve.engine.runner.products import check_quantization
+from gptserve.engine.runner.products import check_quantization, choose_codes
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
@@ -40,11 +40,13 @@ class Setup:
     backend: AttentionBackend
     operations: Operations
     products: Products
+    codes: Collection[str]
+    """The canonical names of the weights that stay codes, as they are stored."""
 
-    def stream(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, progress: Callable[[int, int], None] | None = None) -> Stream:
         """Read the rank's weights, as Checkpoint.stream does. Nothing else may hold the tensors that come."""
-        keeps = self.operations.keeps
-        return self.checkpoint.stream(dtype=self.dtype, device=self.device, progress=progress, keeps=keeps)
+        keeps, codes = self.operations.keeps, self.codes
+        return self.checkpoint.stream(dtype=self.dtype, device=self.device, progress=progress, keeps=keeps, coded=codes)
 
 
 def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
@@ -70,4 +72,5 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
         products = choose_products(config, model, device, dtype, backend, num_threads)
     else:
         products = Products(are_invariant=False)  # on a CPU the first rank finds out for all
-    return Setup(device, dtype, checkpoint, model, backend, operations, products)
+    codes = choose_codes(config, model, checkpoint.code_formats, device, dtype)
+    return Setup(device, dtype, checkpoint, model, backend, operations, products, codes)

@@ -6,8 +6,9 @@ arithmetic. Reads no weights and does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gptserve.engine.config import Quantization
 from gptserve.engine.runner.memory import (
@@ -22,6 +23,7 @@ from gptserve.engine.runner.memory import (
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.inventory import StoredPart
+from gptserve.weights.quantized.coded import CodeFormat
 from gptserve.weights.quantized.stored_type import PackedType, StoredType
 from gptserve.weights.sharding import Share
 
@@ -32,6 +34,8 @@ TYPES: dict[str, tuple[int, Quantization | None]] = {
 }
 """The columns: bytes of a number, and the quantization of weights. int8 is bfloat16 with `--quantization int8`."""
 
+AS_STORED = "as stored"
+"""The column of a CPU that multiplies with codes as they are stored; the other weights are in bfloat16."""
 
 _ROWS = {
     "embedding": ("embed", "embed_in"),
@@ -128,11 +132,12 @@ def inspect_model(
     num_ranks: int = 1,
     types: Sequence[StoredType] = (),
     stored: Iterable[StoredPart] = (),
+    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
 ) -> ModelReport:
     """Make the report; memory_bytes, of each rank, is by default its share of this machine's free memory.
 
     `types` are those of the quantized weights in the files. One that a GPU keeps has a column of its own, whose other
-    weights are in bfloat16.
+    weights are in bfloat16; so have the weights that a CPU keeps as codes, `codes`.
 
     Raises UnsupportedModelError if the model cannot be split among so many ranks.
     """
@@ -142,18 +147,20 @@ def inspect_model(
     parameters = parameter_counts(whole, share)
     num_parameters = sum(parameters.values())
     by_dtype = []
-    columns: list[tuple[str, int, Quantization | None, StoredType | None]] = [
-        (dtype, *column, None) for dtype, column in TYPES.items() if num_ranks == 1 or column[1] is None
+    columns: list[tuple[str, int, Quantization | None, StoredType | None, Mapping[str, CodeFormat]]] = [
+        (dtype, *column, None, {}) for dtype, column in TYPES.items() if num_ranks == 1 or column[1] is None
     ]  # int8 is not split
     if whole.has_experts:
-        columns += [(kept.name.lower(), 2, None, kept) for kept in types if isinstance(kept, PackedType)]
-    for dtype, num_bytes, quantization, kept in columns:
-        parts = weight_bytes(whole, num_bytes, quantization, share, kept)
+        columns += [(kept.name.lower(), 2, None, kept, {}) for kept in types if isinstance(kept, PackedType)]
+    if codes and num_ranks == 1:
+        columns.append((AS_STORED, 2, None, None, codes))
+    for dtype, num_bytes, quantization, kept, its_codes in columns:
+        parts = weight_bytes(whole, num_bytes, quantization, share, kept, its_codes)
         total = sum(parts.values())
         of_other = Share(1, num_ranks)
         others = sum(weight_bytes(whole, num_bytes, quantization, of_other, kept).values()) if num_ranks > 1 else None
         fits = cache_capacity(model, memory_bytes - total, num_bytes, block_size, model.max_position)
-        computed = _computed(dtype, held_weights(whole, num_bytes, quantization, share, kept))
+        computed = _computed(dtype, held_weights(whole, num_bytes, quantization, share, kept, its_codes))
         num_read = sum(entry.bytes_per_token for entry in computed)
         kv_bytes = kv_bytes_per_token(model, num_bytes)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes, *fits, computed, num_read))

@@ -345,9 +345,10 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _inspect(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from gptserve.engine.runner.memory import codes_kept
     from gptserve.server.cli.inspection import inspect_model, render
     from gptserve.weights.families import load_config, read_raw_config
-    from gptserve.weights.inventory import has_weights, stored_parts
+    from gptserve.weights.inventory import code_formats, has_weights, stored_parts
     from gptserve.weights.quantized import stored_types
     from gptserve.weights.source import model_name, resolve_config
 
@@ -355,7 +356,9 @@ def _inspect(options: argparse.Namespace) -> int:
     config = load_config(folder, "refuse" if options.strict_config else "warn")
     types = stored_types(read_raw_config(folder), folder)
     name, num_ranks = model_name(options.MODEL), options.tensor_parallel_size
-    stored = stored_parts(folder, config) if has_weights(folder) else ()
-    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types, stored)
+    has_files = has_weights(folder)
+    stored = stored_parts(folder, config) if has_files else ()
+    codes = codes_kept(config, code_formats(folder, config)) if has_files else {}
+    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types, stored, codes)
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0

@@ -7,7 +7,7 @@ ENGINE_HELP = {
     "task": "what to serve: completions of texts, or their vectors (embeddings)",
     "dtype": "data type of weights, activations and KV cache",
     "strict_config": "refuse a model whose config.json has any key that is not known, also one that is off",
-    "quantization": "type of numbers that weights become while they load: int8 takes half of bf16's memory",
+    "quantization": "numbers that weights become at load: int8 takes half of bf16's memory; none unpacks codes",
     "attention_backend": "attention kernel to use",
     "block_size": "number of tokens in a block of the KV cache",
     "num_blocks": "number of blocks in the KV cache (default: two full contexts a sequence, or as many as fit)",

@@ -11,13 +11,17 @@ import functools
 import itertools
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.decoder import NativeDecoder
@@ -29,12 +33,14 @@ from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import Request, TokenLogprobs
 from gptserve.engine.runner import runner
+from gptserve.weights.source import resolve_model
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.backends.cpu import onednn
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.exactness_table import PAGE, compare, contrast
+from tests.weights.gguf.written import write_gguf
 
 Result = tuple[list[int], list[TokenLogprobs]]
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
@@ -70,6 +76,7 @@ ALWAYS = {
     "float32": ("drafts while preempted",),
     "bfloat16": ("two threads", "drafts, one at a time"),
     "int8": ("a batch of 64",),
+    "Q4_1": ("a batch of 64",),
 }
 """The axes of the tests that are not slow, by type of numbers."""
 EAGER = ("eager float32", "eager bfloat16")
@@ -101,8 +108,22 @@ def results(engine: Engine, chosen: tuple[Request, ...]) -> dict[str, Result]:
     }
 
 
+@functools.cache
+def quantized() -> TemporaryDirectory[str]:
+    """Return a folder with the model in GGUF's Q4_1."""
+    folder = TemporaryDirectory()
+    path = Path(folder.name)
+    shutil.copy(STORYTELLER / "config.json", path)
+    weights = {name: tensor.float() for name, tensor in load_file(STORYTELLER / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors")
+    write_gguf(path, path / "model.gguf", GGMLQuantizationType.Q4_1)
+    return folder
+
+
 def numbers(kind: str) -> dict[str, Any]:
     """Return the options of a type of numbers."""
+    if kind == "Q4_1":
+        return {"dtype": "bfloat16"}
     return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind.removeprefix("eager ")}
 
 
@@ -126,7 +147,10 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def storyteller(dtype: str, **options: Any) -> Engine:
     """Return an engine that computes in a type of numbers, by what the type says."""
-    engine = make_engine(STORYTELLER, **numbers(dtype), **options)
+    folder = resolve_model(str(Path(quantized().name) / "model.gguf")) if dtype == "Q4_1" else STORYTELLER
+    engine = make_engine(folder, **numbers(dtype), **options)
+    if dtype == "Q4_1":
+        assert engine.info.product == "native_coded"
     if dtype in EAGER:
         assert (engine.info.product, engine.info.attention_backend) == ("onednn", "reference")
         assert not native.is_available()

@@ -13,18 +13,26 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from gptserve.weights.gguf.block_sizes import BLOCKS, FLOATS
+from gptserve.weights.quantized.coded import GROUP, CodedWeight, CodeFormat
 from gptserve.weights.quantized.stored_type import Expected, Found, UnfitError
 from gptserve.weights.raw_config import RawConfig
-from gptserve.weights.stored_tensor import Shape
+from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+CODE_FORMATS: Mapping[str, CodeFormat] = {
+    "Q4_0": CodeFormat(4, "scales"),
+    "Q4_1": CodeFormat(4, "scales and leasts"),
+    "Q8_0": CodeFormat(8, "scales"),
+}
+"""The types whose weights are codes in groups of 32, with scales in fp16."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The StoredType of weights of one type of tensor, whose names have a part with this ending.
+    """The StoredType, and CodedType, of weights of one type of tensor, whose names have a part with this ending.
 
     `num_heads` is above 0 where rows are in another order: those of each head in pairs of neighbours, to be halves
     apart; or, with `num_kv_heads`, all queries, then all keys, then all values, to be one key head after another, each
@@ -59,6 +67,22 @@ class Gguf:
         (data,) = tensors.values()
         values = _values(self.type_name, data[self._places(shape[0], rows)], shape)
         return values - self.offset if self.offset else values
+
+    def code_format(self, shape: Shape, tensors: Mapping[str, StoredTensor]) -> CodeFormat | None:
+        return None if self.offset or len(shape) != 2 else CODE_FORMATS.get(self.type_name)
+
+    def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
+        from gptserve.weights.gguf.codes import CODES
+
+        (stored,) = tensors.values()
+        data = stored[self._places(shape[0], rows)]
+        codes, *numbers = CODES[self.type_name](data.reshape(-1, BLOCKS[self.type_name].num_bytes))
+        return CodedWeight(
+            CODE_FORMATS[self.type_name],
+            dtype,
+            codes.view(len(data), shape[1]),
+            *(its.view(len(data), shape[1] // GROUP) for its in numbers),
+        )
 
     def _places(self, num_rows: int, rows: slice) -> Tensor | slice:
         """Return where these rows are stored."""

@@ -20,6 +20,7 @@ from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
+from gptserve.weights.quantized.coded import CodedWeight
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -200,6 +201,46 @@ class NativeInt10Linear(NativeInt8Linear):
 
     _WEIGHT_TYPE = "int10"
     _BITS = 10
+
+
+class NativeCodedLinear(NativeLinear):
+    """The library of engine/backends/cpu with codes in groups, as they are stored; its variants give the same bits."""
+
+    def __init__(
+        self,
+        weight: CodedWeight,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+        variant: native.Variant | None = None,
+        memory: HugePages | None = None,
+    ) -> None:
+        """Pack the codes into `memory`; rows of x are of weight.dtype."""
+        self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
+        self._num_out, self._num_in = weight.shape
+        self._padding, self._memory, self._kept = 0, memory or HugePages(), []
+        variants = native.VARIANTS[native.CODED_VARIANTS]
+        fastest = native.supported_variants(native.CODED_VARIANTS)[-1]
+        self.weight = native.PackedWeight(
+            weight=self._pack_codes(weight),
+            bias=self._pad_outputs(bias),
+            num_in=self._num_in,
+            num_out=self._num_out,
+            activation=native.ACTIVATIONS.index(activation),
+            variant=variants.index(variant or fastest) + 1,
+            element_bits=weight.format.bits,
+            grouping=native.GROUPINGS.index(weight.format.kind),
+        )
+
+    def _pack_codes(self, weight: CodedWeight) -> int:
+        """Keep the weight in the library's layout; return where it begins."""
+        parts = (weight.codes, weight.scales, weight.others)
+        addresses = [None if part is None else part.data_ptr() for part in parts]
+        assert all(part is None or part.is_contiguous() for part in parts)
+        sizes = self._num_in, self._num_out, weight.format.bits, native.GROUPINGS.index(weight.format.kind)
+        packed = self._keep(self._memory.take(self._library.native_grouped_size(*sizes)))
+        self._library.native_pack_groups(*addresses, *sizes, packed)
+        return packed
 
 
 class PackedLinear:

@@ -16,20 +16,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from gptserve.weights.quantized.coded import Kind
+
 logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 24
+ABI = 25
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
     16: ("generic", "avx2", "avx512", "avx512_bf16", "amx"),
     10: ("generic", "avx2", "avx_vnni", "avx512_vnni"),
     8: ("generic", "avx2", "avx_vnni", "avx512_vnni", "amx"),
+    4: ("generic", "avx2", "avx_vnni", "avx512_vnni"),
 }
-"""Of products by the bits of a weight's element: fp32, bf16, int10 and int8. The library's number of a variant is its
-index plus 1. Those of integers give the same bits, but for the activations of "generic"."""
+"""Of products by the bits of a weight's element: fp32, bf16, int10 and int8; 4 stands for codes in groups. The
+library's number of a variant is its index plus 1. Those of integers give the same bits, but for the activations of
+"generic"."""
 COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
 MAX_INT8_DEPTH = 65536
@@ -40,6 +44,10 @@ WIDE_OUT, WIDE_X, WIDE_RESIDUAL = 1, 2, 4
 """Of native_multiply's last argument: which of the result, x and the residual are in fp32."""
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
 """The index is the library's number."""
+GROUPINGS: tuple[Kind | None, ...] = (None, "scales", "scales and leasts", "scales and zeros")
+"""The index is the library's number."""
+CODED_VARIANTS = 4
+"""The key of VARIANTS for codes in groups."""
 ROW_MULTIPLE = 32
 """Rows of x are padded with zeros to a multiple of this many elements."""
 
@@ -55,7 +63,7 @@ class PackedWeight(Structure):
     _fields_ = members(
         (c_void_p, "weight bias scales factors exact exact_outputs input_weights exact_inputs"),
         (c_int64, "num_in num_out num_exact num_exact_inputs"),
-        (c_int32, "activation variant element_bits"),
+        (c_int32, "activation variant element_bits grouping"),
     )
 
 
@@ -69,6 +77,8 @@ FUNCTIONS: Functions = {
     "native_populate_first": (None, c_void_p, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_unpack": (None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
+    "native_grouped_size": (c_int64, c_int64, c_int64, c_int, c_int),
+    "native_pack_groups": (None, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_best_instructions": (c_int,),
     "native_fastest_instructions": (c_int,),

@@ -31,7 +31,13 @@ CPU = torch.device("cpu")
 
 def causes(folder: Path, **changed: Any) -> dict[str, str]:
     given = {"weights_digest": "w", "model": load_config(folder), "device": CPU, "dtype": torch.float32}
-    given |= {"quantization": None, "operations": TORCH, "products": Products(True), "num_ranks": 1}
+    given |= {
+        "quantization": None,
+        "product": "native",
+        "operations": TORCH,
+        "products": Products(True),
+        "num_ranks": 1,
+    }
     given |= {"has_graphs": False, "draws": "torch"}
     return numeric_causes(**{**given, "backend": ReferenceAttention(), **changed})
 

@@ -1,11 +1,12 @@
 // Products with packed weights, y = act(x W^T + b) + residual: how they are cut into chunks, how weights are packed, and
 // the C ABI for __init__.py.
 //
-// It knows no torch; the caller passes pointers. float_products.cpp and int8.cpp compute the chunks, with instructions
-// that are chosen at run time.
+// It knows no torch; the caller passes pointers. float_products.cpp, int8.cpp and groups.cpp compute the chunks, with
+// instructions that are chosen at run time.
 
 #include "linear.h"
 
+#include "groups.h"
 #include "team.h"
 
 constexpr int64_t ROW_BYTES = 3 << 18; // of x that go with one pass over the weights: they stay in a CPU's own cache
@@ -19,6 +20,7 @@ static void compute_chunk(void* job, int64_t i) {
     const int64_t panel = of_pass / p.row_chunks * p.panels_a_chunk;
     const int64_t last = min_of(panel + p.panels_a_chunk, p.panels);
     const int bits = p.linear.element_bits;
+    if (p.linear.grouping) return compute_groups(p, from, to, panel, last);
     const auto compute = bits == 8 ? compute_int8 : bits == 10 ? compute_int10 : compute_floats;
     compute(p, from, to, panel, last);
 }
@@ -92,9 +94,10 @@ static void pack_panel_10(void* job, int64_t panel) {
 }
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 24; }
+EXPORT int native_abi() { return 25; }
 
-// Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element.
+// Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element; 4 stands for
+// codes in groups, of 8 bits, too.
 EXPORT bool native_has_variant(int64_t element_bits, int variant) {
     if (element_bits >= 16) return variant <= last_float_variant(element_bits);
     return has_int8_variant(variant) && (element_bits == 8 || variant != INT8_AMX);
@@ -163,13 +166,17 @@ EXPORT void native_unpack(const uint8_t* packed, int64_t num_in, int64_t element
 
 // x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out], out [rows][num_out]; all
 // are contiguous. `width` says which of them are in fp32; the others are in bf16. x has the type of weights in fp32 or
-// bf16; with weights in int8 or int10 it may have either.
+// bf16; with weights in int8, int10 or groups it may have either.
 EXPORT void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                             int width) {
+    const int64_t num_in = linear->num_in, bits = linear->element_bits;
+    const bool grouped = linear->grouping;
     Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0,
-                 (width & WIDE_RESIDUAL) != 0, rows, row_bytes_of(linear->num_in, linear->element_bits),
-                 panel_bytes_of(linear->num_in, linear->element_bits), panels_of(linear->num_out), 0, 0, 0, 0, 0};
+                 (width & WIDE_RESIDUAL) != 0, rows, grouped ? grouped_row_bytes(num_in) : row_bytes_of(num_in, bits),
+                 grouped ? grouped_panel_bytes(num_in, bits, linear->grouping) : panel_bytes_of(num_in, bits),
+                 panels_of(linear->num_out), 0, 0, 0, 0, 0};
     if (rows <= 0) return;
-    if (linear->element_bits < 16) quantize_rows(p, x, width & WIDE_X);
+    if (grouped) quantize_groups(p, x, width & WIDE_X);
+    else if (linear->element_bits < 16) quantize_rows(p, x, width & WIDE_X);
     run_chunks(compute_chunk, &p, cut(p), num_threads());
 }

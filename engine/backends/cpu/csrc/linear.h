@@ -1,4 +1,5 @@
-// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16, int8 or int10: what all share.
+// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16, int8, int10 or codes in
+// groups: what all share.
 //
 // Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][words of a row] [32
 // outputs][4 bytes]. A word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
@@ -10,7 +11,8 @@
 // after pair from the lowest bit on, one element of a pair in the lower 16 bits, the other in the upper ones. Memory is
 // read in ascending order, which CPUs fetch faster. Rows of x have 16 bits an element.
 //
-// linear.cpp cuts products into chunks and exports them; float_products.cpp and int8.cpp compute chunks.
+// linear.cpp cuts products into chunks and exports them; float_products.cpp, int8.cpp and groups.cpp compute chunks.
+// groups.h says how weights lie that are codes in groups.
 
 #pragma once
 
@@ -47,6 +49,7 @@ struct Linear {
     const int32_t* exact_inputs;   // int8: which these are
     int64_t num_in, num_out, num_exact, num_exact_inputs;
     int32_t activation, variant, element_bits;
+    int32_t grouping;  // a Grouping of groups.h: if any, `weight` is codes in groups; of the rest bias alone is there
 };
 
 // A row of x in int8: scale * (near + 128 * far), where few elements are far from 0. In int10 only `scale`, `exact` and

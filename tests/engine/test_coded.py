@@ -1,0 +1,96 @@
+"""Engines that compute with codes as a file stores them: their logits, what they hold, and how they are turned off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear
+from gptserve.engine.engine import Engine
+from gptserve.engine.runner.memory import codes_kept, held_weights, linear_bytes
+from gptserve.weights.families import load_config
+from gptserve.weights.inventory import code_formats
+from gptserve.weights.quantized.coded import CodedWeight
+from gptserve.weights.source import resolve_model
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
+from tests.weights.gguf.written import write_gguf
+
+Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
+
+
+def written(name: str, folder: Path, quant: GGMLQuantizationType = Q8_0) -> Path:
+    """Return the folder of a model in GGUF."""
+    write_model(folder, *SHAPES[name])
+    write_gguf(folder, folder / "model.gguf", quant)
+    return resolve_model(str(folder / "model.gguf"))
+
+
+def logprobs(engine: Engine) -> torch.Tensor:
+    """Return the logprobs of the tokens of some prompts."""
+    requests = [
+        make_request(str(i), prompt, max_tokens=1, prompt_logprobs=1)
+        for i, prompt in enumerate(ragged_prompts(engine.info.vocab_size, 4, 24))
+    ]
+    entries = [
+        entry.logprob
+        for outputs in run(engine, requests).values()
+        for entry in outputs[0].prompt_logprobs or ()
+        if entry is not None
+    ]
+    return torch.tensor(entries)
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window"]
+)
+def test_codes_of_8_bits_give_nearly_what_they_are_unpacked_to(name: str, tmp_path: Path) -> None:
+    folder = written(name, tmp_path)
+    stored = make_engine(folder, dtype="float32")
+    unpacked = make_engine(folder, dtype="float32", quantization="none")
+    assert (stored.info.product, unpacked.info.product) == ("native_coded", "native")
+    assert stored.info.fingerprint != unpacked.info.fingerprint
+    found, expected = logprobs(stored), logprobs(unpacked)
+    assert not torch.equal(found, expected)
+    assert (found - expected).std() < 0.04 * expected.std()
+
+
+def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written("Llama", tmp_path)
+    assert make_engine(folder, dtype="bfloat16", quantization="int8").info.product == "native_int8"
+    monkeypatch.setattr(native, "is_available", lambda: False)
+    assert make_engine(folder, dtype="float32").info.product in ("onednn", "torch")
+
+
+@pytest.mark.parametrize("quant", [Q4_1, Q8_0])
+@pytest.mark.parametrize("name", ["Llama", "Llama, biases, own head size, tied", "Mixtral, past its window"])
+def test_the_plan_has_the_bytes_that_the_linears_hold(
+    name: str, quant: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(name, tmp_path, quant)
+    model = load_config(folder)
+    codes = codes_kept(model, code_formats(folder, model))
+    held: list[int] = []
+    pack = NativeCodedLinear._pack_codes
+
+    def counted(self: NativeCodedLinear, weight: CodedWeight) -> int:
+        address = pack(self, weight)
+        (num_out, num_in), (packed,) = weight.shape, self._kept
+        padded = -(-num_out // native.COLUMNS) * native.COLUMNS, num_in
+        assert packed.nbytes == weight.format.num_bytes(padded)
+        held.append(packed.nbytes)
+        return address
+
+    monkeypatch.setattr(NativeCodedLinear, "_pack_codes", counted)
+    make_engine(folder, dtype="bfloat16")
+    assert len(held) == len(codes)
+    planned = [entry for entry in held_weights(model, 2, codes=codes) if entry.type is not None]
+    assert {entry.type for entry in planned} == {next(iter(codes.values())).name}
+    assert len(planned) == len(codes)
+    assert sum(held) * 0.8 < sum(entry.num_bytes for entry in planned) <= sum(held)  # which has padding
+    assert linear_bytes(model, None, 2, codes) < linear_bytes(model, None, 2)
