@@ -33,4 +33,4 @@ class EngineInfo:
     """The process that computes."""
     task: Task = "generate"
     vector_size: int = 0
-    """The width of a prompt's vector."""
+    """The width of a prompt's vector, or how many labels have a logit in it."""

@@ -22,12 +22,14 @@ import gptserve
 from gptserve.server.api.background import background_router
 from gptserve.server.api.batches import batches_router
 from gptserve.server.api.completions import chat_router, completions_router
-from gptserve.server.api.embeddings import embeddings_router, other_tasks_router
+from gptserve.server.api.embeddings import embeddings_router
 from gptserve.server.api.files import files_router
 from gptserve.server.api.messages import messages_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.api.responses import responses_router
+from gptserve.server.api.scores import classify_router, scores_router
+from gptserve.server.api.tasks import other_tasks_router
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.batches.batches import Batches
 from gptserve.server.batches.store import BatchStore
@@ -140,8 +142,13 @@ def _task_routers(service: Service, jobs: BackgroundJobs) -> list[APIRouter]:
     """Return the routes of the server's task, and what those of others answer."""
     task = service.options.settings.engine.task
     others = other_tasks_router(task)
-    if task == "embed":
-        return [embeddings_router(service), others]
+    of_pooling = {
+        "embed": (embeddings_router,),
+        "classify": (classify_router, scores_router),
+        "score": (scores_router,),
+    }
+    if task in of_pooling:
+        return [*(make(service) for make in of_pooling[task]), others]
     of_jobs = [make(service, jobs) for make in (completions_router, background_router, chat_router, responses_router)]
     return [*of_jobs, messages_router(service), others]
 

@@ -25,6 +25,7 @@ from gptserve.server.core.metrics import Metrics
 from gptserve.server.http.connections import Connections
 from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 from gptserve.server.schemas.embeddings import EmbeddingRequest
+from gptserve.server.schemas.scores import ClassifyRequest, RerankRequest, ScoreRequest
 from gptserve.weights.families import FAMILIES
 from gptserve.weights.pooling import Task
 from tests.server.app_options import make_app
@@ -62,6 +63,7 @@ WITH_TORCH = {
     "gptserve.engine.model.activation",
     "gptserve.engine.model.attention",
     "gptserve.engine.model.batch",
+    "gptserve.engine.model.classifier",
     "gptserve.engine.model.decoder",
     "gptserve.engine.model.experts",
     "gptserve.engine.model.routing",
@@ -356,6 +358,8 @@ def test_every_field_has_a_row() -> None:
 
     assert_rows("docs/api.md", "## Fields", of_text & of_chat)
     assert_rows("docs/api.md", "## Embeddings", set(EmbeddingRequest.model_fields) - {"model"})
+    of_scores = {name for body in (ClassifyRequest, ScoreRequest, RerankRequest) for name in body.model_fields}
+    assert_rows("docs/api.md", "## Scores", of_scores - {"model"})
     assert_rows("docs/api.md", "## Fields of completions only", of_text - of_chat)
     assert_rows("docs/api.md", "## Fields of chats only", of_chat - of_text)
 

@@ -120,6 +120,19 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Classifier:
+    """A head that gives a text, and no next token, one logit for each label.
+
+    Its weights are rows of the model's head, of these tokens in the order of the labels; without token_ids they are
+    `score.weight` of the files.
+    """
+
+    num_labels: int
+    token_ids: tuple[int, ...] = ()
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer: embedding -> a block for each of `layers` -> final norm -> head.
 
@@ -186,6 +199,9 @@ class ModelConfig:
     """The factor of the logits, before a cap. It needs a final norm with weights and a head without bias."""
     logit_softcap: float | None = None
 
+    classifier: Classifier | None = None
+    """What reads the states in the place of the head."""
+
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -198,6 +214,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """How many layers there are."""
         return len(self.layers)
+
+    @property
+    def vector_size(self) -> int:
+        """The width of the vector of a text, or how many labels its classifier has."""
+        return self.classifier.num_labels if self.classifier is not None else self.embed_size or self.hidden_size
 
     @property
     def distinct_layers(self) -> tuple[LayerConfig, ...]:

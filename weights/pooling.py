@@ -15,7 +15,7 @@ from typing import Literal
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 from gptserve.weights.json_file import read_json_object, read_text
 
-Task = Literal["generate", "embed"]
+Task = Literal["generate", "embed", "classify", "score"]
 """What a model is loaded for."""
 Pooling = Literal["last", "mean", "cls"]
 
@@ -30,7 +30,7 @@ _OLDER_NAMES = {
 }
 """Of the flags of a pooling's config.json, behind `pooling_mode_`, to the modes."""
 _MAX_BYTES = 2**16
-_FILE = "modules.json"
+MODULES_FILE = "modules.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class TextVector:
 
 def load_text_vector(folder: Path) -> TextVector:
     """Return what the folder says. Raises InvalidConfigError, or UnsupportedModelError for a module not known here."""
-    path = folder / _FILE
+    path = folder / MODULES_FILE
     if not path.exists():
         return TextVector()
     pooling: Pooling | None = None
     normalizes = False
-    for kind, where in _modules(path):
+    for kind, where in modules_of(path):
         if kind == "Transformer" and where in ("", "."):
             continue
         if kind == "Pooling" and pooling is None:
@@ -57,13 +57,13 @@ def load_text_vector(folder: Path) -> TextVector:
             normalizes = True
         else:
             rule = "a Transformer in the folder itself, then one Pooling, then nothing or Normalize"
-            raise UnsupportedModelError(f"{_FILE} must list {rule}, got {shown(kind)} in {shown(where)}")
+            raise UnsupportedModelError(f"{MODULES_FILE} must list {rule}, got {shown(kind)} in {shown(where)}")
     if pooling is None:
-        raise UnsupportedModelError(f"{_FILE} must list a Pooling, got none")
+        raise UnsupportedModelError(f"{MODULES_FILE} must list a Pooling, got none")
     return TextVector(pooling, normalizes)
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
+def modules_of(path: Path) -> list[tuple[str, str]]:
     """Return the kinds of the modules, which are the last part of their type, and their folders."""
     try:
         modules = json.loads(read_text(path, InvalidConfigError, max_bytes=_MAX_BYTES))

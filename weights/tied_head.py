@@ -10,11 +10,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import Classifier, ModelConfig
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.parts import stored_as
 from gptserve.weights.quantized.stored_type import Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import StoredTensor
+
+OWN_WEIGHT = "score.weight"
+"""The name of a classifier's own weight, [labels, width], in the files of all families."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +34,11 @@ def resolve_head(
 
     The configuration is `config`, unless that ties a head which the files have and which differs from the embedding: a
     warning says so. A copy of the embedding is taken out of `files`. Unless needs_head, a head that the files lack is
-    the embedding: they are of a base model. Raises InvalidCheckpointError if a tensor cannot be read.
+    the embedding: they are of a base model. A classifier takes the place of the head, which is then the embedding, too.
+    Raises InvalidCheckpointError if a tensor cannot be read.
     """
+    if config.classifier is not None:
+        return _resolve_classifier(family, config, config.classifier, files, types)
     sources = family.sources(config)
     if not config.tied_head:
         if needs_head or _tensors_of(sources["head.weight"], files, types):
@@ -55,6 +61,30 @@ def resolve_head(
         *(next(iter(tensors.values())).name for tensors in (head, embed)),
     )
     return untied, family.sources(untied)
+
+
+def _resolve_classifier(
+    family: Family,
+    config: ModelConfig,
+    classifier: Classifier,
+    files: dict[str, StoredTensor],
+    types: Sequence[StoredType],
+) -> tuple[ModelConfig, dict[str, Source]]:
+    """Return what resolve_head returns, with the tensors of the classifier, in fp32."""
+    plain, ids = replace(config, classifier=None), classifier.token_ids
+    resolved, sources = resolve_head(family, plain, files, types, needs_head=bool(ids))
+    own: dict[str, Source] = {}
+    if not ids:
+        shape = (classifier.num_labels, config.embed_size or config.hidden_size)
+        own["weight"] = Source(((OWN_WEIGHT, shape),), is_wide=True)
+    else:
+        own["weight"] = replace(sources.get("head.weight", sources["embed.weight"]), row_order=ids, is_wide=True)
+        if resolved.head_bias:
+            own["bias"] = replace(sources["head.bias"], row_order=ids, is_wide=True)
+    tied = replace(resolved, tied_head=True, head_bias=False)
+    held = family.sources(tied) | {"embed.weight": sources["embed.weight"]}
+    of_classifier = {f"classifier.{kind}": source for kind, source in own.items()}
+    return replace(tied, classifier=replace(classifier, has_bias="bias" in own)), held | of_classifier
 
 
 def _tensors_of(source: Source, files: dict[str, StoredTensor], types: Sequence[StoredType]) -> dict[str, StoredTensor]:

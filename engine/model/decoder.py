@@ -17,7 +17,15 @@ from gptserve.engine.model.group import Group
 from gptserve.engine.model.layers import Block
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import LinearMaker, Rows
-from gptserve.engine.model.loading import Stream, StreamedTensors, take_embedding, take_head, take_linear, take_norm
+from gptserve.engine.model.loading import (
+    Stream,
+    StreamedTensors,
+    take_classifier,
+    take_embedding,
+    take_head,
+    take_linear,
+    take_norm,
+)
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
@@ -121,6 +129,7 @@ class Decoder:
         self._final_norm = take_norm(config, source, "final_norm", config.logit_scale) if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         self._head, self._embedding = early or take_head(config, source, self._embedding, codes)
+        self._classifier = take_classifier(config, source)
         source.end()
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -162,14 +171,15 @@ class Decoder:
     def states(self, hidden: Tensor) -> Tensor:
         """Return rows of the hidden states after the final norm, fp32 [rows, width], as the head reads them.
 
-        The norm is computed in fp32. Its weights have the factor of the logits, which is taken out again.
+        The norm is computed in fp32. Its weights have the factor of the logits, which is taken out again. Of a model
+        with a classifier these are the logits of its labels, [rows, labels].
         """
         x, norm = hidden.to(torch.float32), self._final_norm
         if norm is not None:
             weight, bias = (None if its is None else its.float() for its in (norm.weight, norm.bias))
-            x = normalize_by_torch(x, Norm(norm.kind, weight, bias, norm.eps))
-            x = x if self._config.logit_scale == 1 else x / self._config.logit_scale
-        return x if self._embed_out is None else self._embed_out(x.to(hidden.dtype)).to(torch.float32)
+            x = normalize_by_torch(x, Norm(norm.kind, weight, bias, norm.eps)) / self._config.logit_scale
+        x = x if self._embed_out is None else self._embed_out(x.to(hidden.dtype)).to(torch.float32)
+        return x if self._classifier is None else self._classifier(x)
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x = self._embedding[token_ids_T]

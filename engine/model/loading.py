@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.model.attention import AttentionSpec
+from gptserve.engine.model.classifier import Classifier
 from gptserve.engine.model.group import Group
 from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows
 from gptserve.engine.model.norm import Norm
@@ -118,6 +119,19 @@ def take_linear(
     its_bias = source.take(f"{name}.bias") if bias else None
     linear = source.linears[name] = source.maker.make(name, Affine(weight, its_bias, activation, out_dtype))
     return linear
+
+
+def take_classifier(config: ModelConfig, source: StreamedTensors) -> Classifier | None:
+    """Return the classifier, if the model has one. Rows of its head keep what the head does to its logits."""
+    if config.classifier is None:
+        return None
+    is_of_head = bool(config.classifier.token_ids)
+    return Classifier(
+        source.take("classifier.weight"),
+        source.take("classifier.bias") if config.classifier.has_bias else None,
+        scale=config.logit_scale if is_of_head else 1.0,
+        softcap=config.logit_softcap if is_of_head else None,
+    )
 
 
 def take_head(

@@ -147,7 +147,7 @@ class ModelRunner:
             fingerprint=fingerprint(causes, sample),
             batch_invariant=products.are_invariant,
             task=config.task,
-            vector_size=whole.embed_size or whole.hidden_size,
+            vector_size=whole.vector_size,
         )
         self._is_cpu = self.device.type == "cpu"
 
@@ -168,9 +168,8 @@ class ModelRunner:
         tokens of this one, and a step with prompt_logprobs or vectors is collected before the next launch. A CPU
         computes at once.
         """
-        num_torch_threads = (
-            1  # those of a pool would spin in the team's way, and in that of what starts a GPU's kernels
-        )
+        # Those of a pool would spin in the team's way, and in that of what starts a GPU's kernels.
+        num_torch_threads = 1
         if self._is_cpu:
             num_threads = self.choose_threads(self._step_work.of(step))
             native.set_num_threads(num_threads)

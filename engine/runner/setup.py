@@ -6,7 +6,7 @@ The first rank (runner.py) and each other one (parallel/worker.py) call `set_up`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from gptserve.engine.runner.hardware import choose_device, choose_dtype
 from gptserve.engine.runner.memory import check_max_model_len
 from gptserve.engine.runner.products import check_quantization, choose_codes
 from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.classes import load_classifier
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
 from gptserve.weights.sharding import Share
@@ -60,6 +61,7 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     set_up_device(config, device)
     dtype = choose_dtype(config, device)
     whole = load_config(config.model_dir, "refuse" if config.strict_config else "warn")
+    whole = replace(whole, classifier=load_classifier(config.model_dir, config.task))
     check_max_model_len(config, whole.max_position)
     check_quantization(config, whole, device)
     specs = layer_specs(share.of_config(whole), device)

@@ -42,7 +42,7 @@ from gptserve.server.schemas.openapi import error_responses, event_stream, json_
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 MAX_PROMPT_LOGGED = 4096  # characters
-_PROMPTS = ("prompt", "messages", "input")
+_PROMPTS = ("prompt", "messages", "input", "query", "text_1")
 
 Body = TypeVar("Body", bound=schemas.GenerationRequest)
 Parsed = TypeVar("Parsed", bound=BaseModel)

@@ -19,6 +19,7 @@ from gptserve.server.schemas.embeddings import EmbeddingRequest
 from gptserve.server.schemas.messages import MessageEvent, MessagesErrorBody, MessagesRequest, TokenCountRequest
 from gptserve.server.schemas.openapi import error_responses, openapi_document
 from gptserve.server.schemas.responses import ResponseEvent, ResponsesRequest
+from gptserve.server.schemas.scores import ClassifyRequest, RerankRequest, ScoreRequest
 
 _NO_KEY: dict[str, Any] = {"security": []}
 _TEXT: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -74,7 +75,13 @@ def operations_router(service: Service) -> APIRouter:
             completions = CompletionRequest, ChatRequest, ChatCompletionChunk
             of_messages = MessagesRequest, TokenCountRequest, MessageEvent, MessagesErrorBody
             of_generation = *completions, ResponsesRequest, ResponseEvent, *of_messages
-            of_task = of_generation if settings.engine.task == "generate" else (EmbeddingRequest,)
+            of_scores = ScoreRequest, RerankRequest
+            of_task = {
+                "generate": of_generation,
+                "embed": (EmbeddingRequest,),
+                "classify": (ClassifyRequest, *of_scores),
+                "score": of_scores,
+            }[settings.engine.task]
             models = (*of_task, *TOKENIZE_BODIES, BatchRequest)
             make = partial(openapi_document, request.app, models, settings)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once

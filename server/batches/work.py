@@ -25,8 +25,8 @@ from gptserve.server.completions.run import CompletionRun, expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.core.error_responses import error_body, status_of, to_service_error
 from gptserve.server.core.errors import ServiceError
-from gptserve.server.embeddings.answer import EmbeddingRun
-from gptserve.server.embeddings.plan import EmbeddingPlan, plan_embeddings
+from gptserve.server.embeddings.plan import plan_embeddings
+from gptserve.server.embeddings.run import PooledPlan, PooledRun
 from gptserve.server.responses.plan import plan_response
 from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 from gptserve.server.schemas.embeddings import EmbeddingRequest
@@ -51,7 +51,7 @@ class Batch:
 
 
 Take = Callable[..., tuple[dict[str, object], list[str]]]
-Plan = CompletionPlan | EmbeddingPlan
+Plan = CompletionPlan | PooledPlan
 Wait = Callable[[float], Awaitable[object]]
 
 
@@ -173,7 +173,7 @@ async def _compute(service: Service, batch: Batch, raw: RawLine, line: BatchLine
             place = Place(batch.owner, is_filler=True)
             with planned(service, place, len(raw.data or b"")) as planning:
                 plan = await endpoint.plan(body, planning, batch.owner)
-                if isinstance(plan, EmbeddingPlan):
+                if isinstance(plan, PooledPlan):
                     return await _embed(_vectors_of_line(plan, batch, raw.n), planning, started_at, wait)
                 plan = _of_line(plan, batch, raw.n)
                 stream = planning.using(plan.model).submit(plan.requests, batch.owner)
@@ -211,9 +211,9 @@ async def _complete(
     return plan.whole(collected, run.output.usage())
 
 
-async def _embed(plan: EmbeddingPlan, planning: Service, started_at: float, wait: Wait) -> dict[str, object]:
+async def _embed(plan: PooledPlan, planning: Service, started_at: float, wait: Wait) -> dict[str, object]:
     """Return the vectors of a line, whose inputs take turns where they are more than fit into the queue."""
-    run, start = EmbeddingRun(planning, plan, started_at), 0
+    run, start = PooledRun(planning, plan, started_at), 0
     run.is_failed = True
     try:
         while start < len(plan.requests):
@@ -242,7 +242,7 @@ def _of_line(plan: CompletionPlan, batch: Batch, n: int) -> CompletionPlan:
     return replace(plan, identity=identity, requests=requests)
 
 
-def _vectors_of_line(plan: EmbeddingPlan, batch: Batch, n: int) -> EmbeddingPlan:
+def _vectors_of_line(plan: PooledPlan, batch: Batch, n: int) -> PooledPlan:
     answer_id = f"embd-{line_digest(batch.batch_id, n)}"
     requests = tuple(
         replace(request, request_id=f"{answer_id}-{i}", is_filler=True) for i, request in enumerate(plan.requests)

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.completions.grammar_checker import GrammarChecker
+from gptserve.server.completions.pairs import PairPrompt
 from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.chat.template import ChatTemplate
+from gptserve.weights.classes import TextClasses
 from gptserve.weights.pooling import TextVector
 
 
@@ -26,7 +28,8 @@ class Model:
 
     sampling_defaults are the model's own values of sampling parameters, max_new_tokens is its own limit of an answer in
     a chat. Without a grammar_checker the engine alone finds out whether a grammar compiles. text_vector says which
-    vector of a text is its embedding.
+    vector of a text is its embedding; text_classes, what the logits of a classifier mean, and pair_prompt how it is
+    asked about two texts.
     """
 
     names: tuple[str, ...]
@@ -40,6 +43,8 @@ class Model:
     tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
     name_patterns: tuple[str, ...] = ()
     text_vector: TextVector = field(default_factory=TextVector)
+    text_classes: TextClasses | None = None
+    pair_prompt: PairPrompt | None = None
 
     @property
     def name(self) -> str:

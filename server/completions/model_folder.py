@@ -11,9 +11,11 @@ from pathlib import Path
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.completions.grammar_checker import GrammarChecker
 from gptserve.server.completions.model import Model
+from gptserve.server.completions.pairs import pair_prompt
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.tools.dialect import dialect_of
 from gptserve.weights.chat.template import load_chat_template
+from gptserve.weights.classes import load_classes
 from gptserve.weights.pooling import TextVector, load_text_vector
 from gptserve.weights.tokenizers.info import load_tokenizer_info
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -29,7 +31,8 @@ def load_model(
 ) -> Model:
     """Return the model in a folder, which `engine` computes; start its worker processes. Raises WeightsError."""
     template = load_chat_template(folder, settings.chat_template)
-    tokenizer = Tokenizer.of_model(folder)
+    tokenizer, task = Tokenizer.of_model(folder), settings.engine.task
+    classes = load_classes(folder, task) if task in ("classify", "score") else None
     return Model(
         tuple(names),
         engine,
@@ -41,5 +44,7 @@ def load_model(
         max_new_tokens=max_new_tokens,
         tokenizer_info=load_tokenizer_info(folder),
         name_patterns=settings.name_patterns,
-        text_vector=load_text_vector(folder) if settings.engine.task == "embed" else TextVector(),
+        text_vector=load_text_vector(folder) if task == "embed" else TextVector(),
+        text_classes=classes,
+        pair_prompt=None if classes is None else pair_prompt(tokenizer, template, classes),
     )

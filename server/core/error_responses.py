@@ -22,13 +22,14 @@ from gptserve.weights.errors import ChatTemplateError
 UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
 # After these fields of the schemas pydantic's location names the member of the union.
-UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice", "system"})
+UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice", "system", "text_1", "text_2"})
 # What pydantic's location has for a key of an object, and for the kinds of parts, items and tools.
 _NO_FIELDS = frozenset(
     {
         *("[key]", "[text]", "[refusal]"),
         *("[message]", "[function_call]", "[custom_tool_call]", "[call_output]", "[item_reference]"),
         *("[function]", "[custom]", "[namespace]", "[hosted]"),
+        "[document]",
         *("[thinking]", "[tool_use]", "[tool_result]", "[tool_reference]"),
     }
 )

@@ -7,6 +7,13 @@ import logging
 from gptserve.server.completions.model import Model
 from gptserve.server.core.settings import ServerSettings
 
+_OF_TASK = {
+    "embed": ("embeddings", '{"input": "Once upon a time"}'),
+    "classify": ("classify", '{"input": "Once upon a time"}'),
+    "score": ("rerank", '{"query": "What purrs?", "documents": ["a cat", "a fox"]}'),
+}
+"""Of each other task, a route and a body."""
+
 logger = logging.getLogger("gptserve")  # a short name: these lines are read by people
 
 
@@ -33,8 +40,9 @@ def log_banner(model: Model, settings: ServerSettings, url: str) -> None:
 def _command(model: Model, settings: ServerSettings, here: str) -> str:
     """Return a line for a shell, for any version of curl."""
     key = ' -H "Authorization: Bearer $GPTSERVE_API_KEY"' if settings.needs_key else ""
-    if settings.engine.task == "embed":
-        return f'curl {here}/v1/embeddings{key} -d \'{{"input": "Once upon a time"}}\''
+    if settings.engine.task != "generate":
+        route, asked = _OF_TASK[settings.engine.task]
+        return f"curl {here}/v1/{route}{key} -d '{asked}'"
     path, asked = "completions", '"prompt": "Once upon a time"'
     if model.chat_template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Tell me a story about a fox."}]'

@@ -68,6 +68,14 @@ def byte_level(
     return tokenizer
 
 
+def words(texts: list[str]) -> Tokenizer:
+    """Return a byte-level tokenizer of these tokens alone, without merges."""
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def train(tokenizer: Tokenizer, trainer: Callable[..., trainers.Trainer], special: list[str], **options: Any) -> None:
     tokens = [AddedToken(text, special=True, normalized=False) for text in special]
     tokenizer.train_from_iterator(CORPUS * 3, trainer(special_tokens=tokens, show_progress=False, **options))

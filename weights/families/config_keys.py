@@ -66,7 +66,8 @@ NAMES = frozenset(
         ),
         # heads and tasks other than the next token
         *("finetuning_task", "id2label", "is_decoder", "label2id", "n_special", "num_labels"),
-        *("predict_special_tokens", "problem_type", "task_specific_params"),
+        *("predict_special_tokens", "problem_type", "task_specific_params", "is_original_qwen3_reranker"),
+        *("classifier_from_token", "sentence_transformers", "sbert_ce_default_activation_function"),
         "output_projection",  # OPT 13B's: that it has a head
         # defaults of generation, which a request gives here
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
