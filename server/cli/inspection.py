@@ -142,6 +142,8 @@ def inspect_model(
     Raises UnsupportedModelError if the model cannot be split among so many ranks.
     """
     memory_bytes = available_memory_bytes() // num_ranks if memory_bytes is None else memory_bytes
+    parts_stored = _stored(stored)
+    held = {name for part in parts_stored for name in part.type_bytes}
     share = Share(0, num_ranks)
     model = share.of_config(whole)
     parameters = parameter_counts(whole, share)
@@ -169,7 +171,7 @@ def inspect_model(
     return ModelReport(
         model=name,
         model_type=model.model_type,
-        stored_types=tuple(dict.fromkeys(stored.name for stored in types)),
+        stored_types=tuple(name for name in dict.fromkeys(its.name for its in types) if not held or name in held),
         tensor_parallel_size=num_ranks,
         parameters=parameters,
         num_parameters=num_parameters,
@@ -181,7 +183,7 @@ def inspect_model(
         block_size=block_size,
         memory_bytes=memory_bytes,
         by_dtype=tuple(by_dtype),
-        stored=_stored(stored),
+        stored=parts_stored,
     )
 
 

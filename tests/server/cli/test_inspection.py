@@ -15,6 +15,7 @@ from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.nanogpt import NANOGPT
 from gptserve.weights.inventory import StoredPart
+from gptserve.weights.quantized.gguf import Gguf, GgufHalves
 from gptserve.weights.quantized.gptq import read_gptq
 from gptserve.weights.quantized.mxfp4 import MXFP4
 from tests.weights.families.known import KNOWN
@@ -130,6 +131,15 @@ def test_each_part_shows_what_is_stored_in_how_many_bits() -> None:
     table = render(report)
     assert "\n  attention v                       5.50            88 B  Q6_K, Q4_K\n" in table
     assert "in the files" not in render(inspect_model("tiny", TINY, 2**20, 16))
+
+
+def test_stored_types_that_no_weight_has_are_not_named() -> None:
+    """As those of GGUF's weights whose halves differ in type: there is one for each pair of the types in a file."""
+    types = [Gguf("Q4_1"), GgufHalves(("Q4_1", "F32"), ("first", "last"))]
+    stored = [StoredPart("blocks.0.qkv.weight", 0, 3, types[0].name, 36, 64)]
+
+    assert inspect_model("tiny", TINY, 2**20, 16, types=types, stored=stored).stored_types == ("GGUF's Q4_1",)
+    assert len(inspect_model("tiny", TINY, 2**20, 16, types=types).stored_types) == 2
 
 
 def test_each_part_shows_what_it_is_computed_with_and_what_a_token_reads() -> None:
