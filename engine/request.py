@@ -14,14 +14,7 @@ from itertools import chain
 from types import NoneType
 
 from gptserve.engine.blame import NO_BLAME, Blame
-from gptserve.engine.checks import (
-    as_token_ids,
-    check_biases,
-    check_length,
-    check_number,
-    check_range,
-    check_type,
-)
+from gptserve.engine.checks import as_token_ids, check_biases, check_length, check_number, check_range, check_type
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.info import EngineInfo

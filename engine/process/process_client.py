@@ -17,13 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
-from gptserve.engine.child import (
-    ENGINE_NAME,
-    describe_exit,
-    end_with_parent,
-    limit_spinning,
-    start_deaf,
-)
+from gptserve.engine.child import ENGINE_NAME, describe_exit, end_with_parent, limit_spinning, start_deaf
 from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import Command, EngineFactory, Shutdown, serve
