@@ -19,7 +19,7 @@ from gptserve.server.completions.prompt import blaming
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.tokenizer import Tokenizer
-from gptserve.server.embeddings.plan import encode_inputs, inputs_of, pooling_requests
+from gptserve.server.embeddings.plan import encode_inputs, inputs_of, num_kept, pooling_requests
 from gptserve.server.embeddings.run import PooledPlan, check_requests
 from gptserve.server.schemas.scores import ClassifyRequest, DocumentObject, RerankRequest, ScoreRequest
 from gptserve.weights.classes import LabelActivation, TextClasses
@@ -43,7 +43,7 @@ async def plan_classes(body: ClassifyRequest, service: Service, owner: str | Non
     """Check and tokenize. Raises ServiceError, QueueFullError or InvalidRequestError."""
     service = service.naming(body.model)
     model, inputs = service.model, inputs_of(body.input)
-    most = _num_kept(body.truncate_prompt_tokens, model)
+    most = num_kept(body.truncate_prompt_tokens, model)
     num_at_once = take_inputs(service, owner, len(inputs))
     prompts = await encode_inputs(inputs, service, special=body.add_special_tokens is not False, most=most)
     requests = pooling_requests("classify", [_without_pads(ids, model) for ids in prompts], "last", owner)
@@ -85,7 +85,7 @@ async def _plan_pairs(
     if (num_labels := len(_classes(model).labels)) > 1 and not _classes(model).token_ids:
         message = f"scores of pairs need a model of one label; this one has {num_labels}, for POST /v1/classify"
         raise ServiceError("unsupported_task", message)
-    most = _num_kept(body.truncate_prompt_tokens, model)
+    most = num_kept(body.truncate_prompt_tokens, model)
     _check_sizes(body, pairs, service, is_cut=most is not None)
     num_at_once = take_inputs(service, owner, len(pairs.documents))
 
@@ -135,17 +135,6 @@ def _check_sizes(body: PairBody, pairs: _Pairs, service: Service, *, is_cut: boo
         fields = f"{pairs.query_field} and {pairs.document_field}"
         rule = f"all pairs of {fields} may have at most {most} bytes together"
         raise InvalidRequestError(f"{rule}, got {total}", param=pairs.document_field)
-
-
-def _num_kept(asked: int | None, model: Model) -> int | None:
-    """Return how many tokens of a prompt to keep, None for all. Raises InvalidRequestError."""
-    limit = model.engine.info.max_model_len
-    if asked is None:
-        return None
-    if asked == 0 or asked > limit:
-        message = f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {asked}"
-        raise InvalidRequestError(message, param="truncate_prompt_tokens")
-    return limit if asked == -1 else asked
 
 
 def _without_pads(token_ids: tuple[int, ...], model: Model) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The JSON shapes of POST /v1/embeddings: OpenAI's, with vLLM's add_special_tokens and our timeout_ms."""
+"""The JSON shapes of POST /v1/embeddings: OpenAI's, with fields of vLLM and our timeout_ms."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class EmbeddingRequest(_RequestModel):
     """the first so many numbers of each vector (Matryoshka), normalised again; default all"""
     add_special_tokens: bool | None = None
     """begin and end texts as the tokenizer does; default true"""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """the most tokens of an input, -1 for the context; the end of a longer text is cut; default none"""
     user: Label | None = None
     """goes into the log"""
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None

@@ -44,14 +44,17 @@ Reply = Callable[[Any], Iterable[TokenOutput]]
 
 
 class ByteTokenizer:
-    """Token i is byte i; EOS is the end of text, and after it come other special tokens. Prompts begin with `begin`."""
+    """Token i is byte i; EOS is the end of text, and after it come other special tokens.
+
+    Prompts begin with `begin` and end with `end`.
+    """
 
     max_token_bytes = 13
     fingerprint = "bytes"
     has_workers = False
 
-    def __init__(self, *special: str, begin: Sequence[int] = ()) -> None:
-        self._begin = begin
+    def __init__(self, *special: str, begin: Sequence[int] = (), end: Sequence[int] = ()) -> None:
+        self._begin, self._end = begin, end
         self._special = {text: EOS + i for i, text in enumerate(("<|endoftext|>", *special))}
         self._texts = {token_id: text.encode() for text, token_id in self._special.items()}
 
@@ -63,12 +66,12 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_prompt(self, text: str) -> list[int]:
-        return [*self._begin, *self.encode(text)]
+        return [*self._begin, *self.encode(text), *self._end]
 
     def encode_with_special(self, text: str, *, template: bool = False) -> list[int]:
         parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text)
         ids = [id_ for part in parts for id_ in ([self._special[part]] if part in self._special else part.encode())]
-        return [*self._begin, *ids] if template else ids
+        return [*self._begin, *ids, *self._end] if template else ids
 
     def close(self) -> None:
         pass

@@ -85,6 +85,33 @@ def test_texts_may_go_without_the_tokens_that_a_prompt_begins_with(make_api: Mak
     assert fake.submitted[0].prompt_token_ids == (97,)
 
 
+@pytest.mark.parametrize(
+    ("given", "asked", "prompt"),
+    [
+        ("abcd", {}, (2, 97, 98, 99, 100, 3, 4)),
+        ("abcd", {"truncate_prompt_tokens": 7}, (2, 97, 98, 99, 100, 3, 4)),
+        ("abcd", {"truncate_prompt_tokens": 5}, (2, 97, 98, 3, 4)),
+        ("a" * 9999, {"truncate_prompt_tokens": -1}, (2, *b"a" * 253, 3, 4)),
+        ("abcd", {"truncate_prompt_tokens": 1, "add_special_tokens": False}, (97,)),
+        ([5, 6, 7], {"truncate_prompt_tokens": 2}, (5, 6)),
+    ],
+)
+def test_the_end_of_a_text_is_cut_between_its_special_tokens(
+    make_api: MakeApi, given: Any, asked: dict[str, Any], prompt: tuple[int, ...]
+) -> None:
+    fake = engine()
+    api = make_api(fake, ByteTokenizer(begin=(2,), end=(3, 4)), task="embed")
+    assert post(api, given, **asked).json()["usage"]["prompt_tokens"] == len(prompt)
+    assert fake.submitted[0].prompt_token_ids == prompt
+
+
+def test_a_text_needs_room_between_its_special_tokens(make_api: MakeApi) -> None:
+    api = make_api(engine(), ByteTokenizer(begin=(2,), end=(3, 4)), task="embed")
+    message = "truncate_prompt_tokens must be above 3, the tokens around the text, got 3"
+    expected = message, "truncate_prompt_tokens", "invalid_value"
+    assert refusal(post(api, "abc", truncate_prompt_tokens=3)) == expected
+
+
 def test_vectors_come_in_the_order_of_the_inputs(make_api: MakeApi) -> None:
     def backwards(request: Any) -> Any:
         for _ in range(9 - request.prompt_token_ids[0]):
@@ -153,6 +180,12 @@ def test_base64_holds_the_same_numbers_in_fp32(make_api: MakeApi) -> None:
             "invalid_value",
         ),
         (
+            {"input": "a", "truncate_prompt_tokens": 257},
+            "truncate_prompt_tokens must be -1 or in [1, 256], got 257",
+            "truncate_prompt_tokens",
+            "invalid_value",
+        ),
+        (
             {"input": "a", "model": "x"},
             "model 'x' does not exist; this server has 'test-model'",
             "model",
@@ -193,12 +226,13 @@ def test_a_list_may_be_longer_than_the_queue(make_api: MakeApi) -> None:
     assert [request.prompt_token_ids for request in fake.submitted] == [(i,) for i in range(10)]
 
 
-def test_an_answer_has_a_greatest_size(make_api: MakeApi) -> None:
-    fake = engine(replace(EMBEDS, vector_size=4096))
-    message, param, _ = refusal(post(make(make_api, fake), ["a"] * 600))
-    rule = "the number of inputs times that of dimensions may be at most 2097152, got 600 times 4096"
+@pytest.mark.parametrize(("encoding", "width", "limit"), [("float", 4096, 2**21), ("base64", 16384, 2**23)])
+def test_an_answer_has_a_greatest_size(make_api: MakeApi, encoding: str, width: int, limit: int) -> None:
+    fake = engine(replace(EMBEDS, vector_size=width))
+    message, param, _ = refusal(post(make(make_api, fake), ["a"] * 600, encoding_format=encoding))
+    rule = f"the number of inputs times that of dimensions may be at most {limit} in {encoding}, got 600 times {width}"
     assert (message, param, fake.submitted) == (rule, "input", [])
-    assert len(embeddings(post(make(make_api, fake), ["a"] * 600, dimensions=2))) == 600
+    assert len(embeddings(post(make(make_api, fake), ["a"] * 600, dimensions=2, encoding_format=encoding))) == 600
 
 
 def test_a_key_has_its_limits(make_api: MakeApi) -> None:
