@@ -2,8 +2,10 @@
 // connection. Knows nothing of the page but how to ask for a key.
 
 const KEY = "gptserve-key"; // in sessionStorage: it goes with the tab
-const RETRIES = 30;
+const RETRIES = 300; // a server loads its weights for minutes
 const RETRY_MS = 1000;
+const RESTARTS = 3; // more in a row mean that a balancer asks other servers for it
+const GATEWAY_ERRORS = [502, 503, 504]; // a server that drains, or a proxy without one
 
 export class ApiError extends Error {
   constructor(status, { message, code }) {
@@ -91,24 +93,30 @@ export async function begin(body, signal) {
   return (await send("v1/completions", { body: { ...body, background: true }, signal })).json();
 }
 
-/** Yield the chunks of a completion from its first on. A stream that breaks is taken up after its last event. */
-export async function* follow(id, signal) {
-  let last = null;
-  for (let failures = 0; ; ) {
+/**
+ * Yield the chunks of a completion from its first on. A stream that breaks is taken up after its last event.
+ * `beginAgain` begins one that the server has lost, which is the same to the bit, and returns its id.
+ */
+export async function* follow(id, signal, beginAgain) {
+  let [last, failures, restarts, isLost] = [null, 0, 0, false];
+  for (;;) {
     try {
+      if (isLost) id = await beginAgain();
+      isLost = false;
       const after = last === null ? "" : `?starting_after=${last}`;
       const response = await send(`v1/completions/${id}/events${after}`, { signal });
       for await (const event of events(response)) {
         if (event.data === "[DONE]") return;
         const chunk = JSON.parse(event.data);
         if (chunk.error) throw new ApiError(0, chunk.error);
-        failures = 0;
+        failures = restarts = 0;
         last = event.id ?? last;
         yield chunk;
       }
       if (response.status === 204) return;
     } catch (error) {
-      const mayComeBack = error instanceof TypeError || error.code === "draining";
+      isLost ||= error.code === "completion_not_found" && ++restarts <= RESTARTS;
+      const mayComeBack = isLost || error instanceof TypeError || GATEWAY_ERRORS.includes(error.status) || error.code === "draining";
       if (!mayComeBack || ++failures > RETRIES) throw error;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));

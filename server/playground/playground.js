@@ -50,10 +50,26 @@ async function start(wanted, { promptIds = null, chosen = [] } = {}) {
   const mine = { asked: wanted, promptIds, chosen };
   await read(mine, async (signal) => {
     const prompt = promptIds ? [...promptIds, ...chosen.map((token) => token.id)] : await promptOf(wanted);
-    const begun = await begin({ ...fieldsOf(wanted), max_tokens: Math.max(1, wanted.max_tokens - chosen.length), prompt }, signal);
-    Object.assign(mine, { id: begun.id, seed: begun.seed, fingerprint: begun.system_fingerprint });
-    sessionStorage.setItem(RUN, JSON.stringify(mine));
+    const body = { ...fieldsOf(wanted), max_tokens: Math.max(1, wanted.max_tokens - chosen.length), prompt };
+    const begun = await begin(body, signal);
+    const { seed } = begun;
+    keep(Object.assign(mine, { id: begun.id, seed, fingerprint: begun.system_fingerprint, body: { ...body, seed } }));
   });
+}
+
+function keep(mine) {
+  sessionStorage.setItem(RUN, JSON.stringify(mine));
+}
+
+/** Begin a completion again that the server has lost, and return its id. Throws ApiError if it would be another one. */
+async function beginAgain(mine, signal) {
+  const { id, system_fingerprint: fingerprint } = await begin(mine.body, signal);
+  if (fingerprint !== mine.fingerprint) {
+    cancel(id);
+    throw new ApiError(0, { message: "The server has lost this completion, and computes another one now.", code: null });
+  }
+  keep(Object.assign(mine, { id }));
+  return id;
 }
 
 /** Return the fields of a request. */
@@ -90,7 +106,7 @@ async function read(mine, prepare = async () => {}) {
   const tell = (end) => showStatus([end, countOf(view.tokens.length), pace.rate(), mine.id && `seed ${mine.seed}`]);
   try {
     await prepare(signal);
-    for await (const { choices: [choice] } of follow(mine.id, signal)) {
+    for await (const { choices: [choice] } of follow(mine.id, signal, () => beginAgain(mine, signal))) {
       if (run !== mine) return;
       mine.promptIds ??= choice.prompt_token_ids;
       for (const token of choice.token_ids.length ? tokensOf(choice) : []) {

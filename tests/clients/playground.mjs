@@ -63,6 +63,18 @@ const reloadMidStream = (executablePath, url, key, gate, least) =>
     return { before, after, wasRunning, whole: await textOf(tab), keys: await tab.evaluate(() => localStorage.length) };
   });
 
+/** Complete while the server is killed after the first token, and read to the end at the one that takes its place. */
+const loseServer = (executablePath, url, key, pid) =>
+  withPages(executablePath, url, key, async (open) => {
+    const tab = await open();
+    await ask(tab, "The cat");
+    await numTokens(tab, 1);
+    const before = await textOf(tab);
+    process.kill(-Number(pid), "SIGKILL");
+    await tab.waitForSelector("#run:visible", { timeout: 120_000 });
+    return { before, whole: await textOf(tab), status: await tab.textContent("#status") };
+  });
+
 /** Say what the page opens on, and answer what is typed there. */
 const opensOnChat = (executablePath, url, key) =>
   withPages(executablePath, url, key, async (open) => {

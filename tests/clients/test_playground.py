@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.clients.servers import served
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
-from tests.server.serving import LIMIT_S, MORTAL
+from tests.server.serving import LIMIT_S, MORTAL, Process
 
 CLIENT = "browser"
 KEY = "secret"
@@ -67,6 +69,28 @@ def test_a_reload_in_mid_stream_goes_on(client: Environment, chromium: str, url:
     assert len(found["after"]) < len(found["whole"])
     assert found["whole"] == ask(url, "/v1/completions", prompt="The cat")["text"]
     assert found["keys"] == 0, "the key is in sessionStorage only"
+
+
+def test_a_text_goes_on_at_the_server_that_takes_the_place_of_a_dead_one(
+    client: Environment, chromium: str, chat_model: Path, url: str, tmp_path: Path
+) -> None:
+    flags = ("--model", str(chat_model), "--served-model-name", "tiny", "--api-key", KEY)
+    gate = EngineGate(tmp_path)
+    gate.shut()
+    dead = Process(*flags, main=MORTAL, **{VARIABLE: str(tmp_path)})
+    try:
+        with dead.wait_until_ready() as http:
+            base = http.base_url
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(play, client, chromium, "loseServer", str(base), dead.popen.pid)
+            assert dead.popen.wait(LIMIT_S) == -signal.SIGKILL
+            with served(*flags, "--port", str(base.port)):
+                page = found.result()
+    finally:
+        dead.kill()
+    assert 0 < len(page["before"]) < len(page["whole"])
+    assert page["whole"] == ask(url, "/v1/completions", prompt="The cat")["text"]
+    assert page["status"].startswith("max tokens reached · 24 tokens")
 
 
 def test_it_opens_on_chat(client: Environment, chromium: str, url: str) -> None:
