@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from gptserve.weights.errors import InvalidCheckpointError
 
@@ -34,13 +37,33 @@ class StoredTensor:
 
     def is_zero(self) -> bool:
         """Return whether all bytes are 0, of at most MAX_ZERO_BYTES. Raises InvalidCheckpointError."""
-        size = self.end - self.start
-        if size > MAX_ZERO_BYTES:
-            return False
+        return self.end - self.start <= MAX_ZERO_BYTES and self.holds_only(0)
+
+    def holds_only(self, byte: int) -> bool:
+        """Return whether all bytes are this one. Raises InvalidCheckpointError."""
+        return all(chunk.count(byte) == len(chunk) for chunk in self._chunks())
+
+    def has_halves(self) -> bool:
+        """Return whether fp16 has all numbers, of fp16, bf16 or fp32, as they are. Raises InvalidCheckpointError."""
+        return all(_are_halves(chunk, self.dtype) for chunk in self._chunks())
+
+    def counts_up(self, size: int) -> bool:
+        """Return whether numbers, int32, are `size` zeros, as many ones, and so on. Raises InvalidCheckpointError."""
+        start = 0
+        for chunk in self._chunks():
+            numbers = np.frombuffer(chunk, "<i4")
+            if not np.array_equal(numbers, np.arange(start, start + len(numbers)) // size):
+                return False
+            start += len(numbers)
+        return True
+
+    def _chunks(self) -> Iterator[bytes]:
+        """Read the bytes, some at a time. Raises InvalidCheckpointError."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
-                return not any(file.read(size))
+                for done in range(self.start, self.end, CHUNK_BYTES):
+                    yield file.read(min(CHUNK_BYTES, self.end - done))
         except OSError as fault:
             raise InvalidCheckpointError(f"{self.path} could not be read: {fault.strerror}") from fault
 
@@ -62,3 +85,16 @@ class StoredTensor:
         except OSError as fault:
             raise InvalidCheckpointError(f"{path} could not be read: {fault.strerror}") from fault
         return True
+
+
+def _are_halves(numbers: bytes, dtype: str) -> bool:
+    """Return whether all numbers of this dtype are finite ones of fp16."""
+    if dtype == "F16":
+        return True
+    if dtype == "BF16":
+        values = (np.frombuffer(numbers, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = np.frombuffer(numbers, "<f4")
+    with np.errstate(over="ignore", invalid="ignore"):
+        halves = values.astype("<f2")
+    return bool(np.isfinite(halves).all()) and np.array_equal(halves.astype("<f4"), values)

@@ -20,6 +20,8 @@ from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 from tests.weights.gguf.written import write_gguf
+from tests.weights.quantized.test_integers import CASES
+from tests.weights.quantized.test_quantized import write
 
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
 
@@ -56,6 +58,18 @@ def test_codes_of_8_bits_give_nearly_what_they_are_unpacked_to(name: str, tmp_pa
     assert (stored.info.product, unpacked.info.product) == ("native_coded", "native")
     assert stored.info.fingerprint != unpacked.info.fingerprint
     found, expected = logprobs(stored), logprobs(unpacked)
+    assert not torch.equal(found, expected)
+    assert (found - expected).std() < 0.04 * expected.std()
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, joined", "packed", "mlx"])
+def test_codes_of_folders_give_nearly_what_they_are_unpacked_to(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    plain = write(folder, CASES[name])
+    stored, unpacked = make_engine(folder, dtype="float32"), make_engine(folder, dtype="float32", quantization="none")
+    assert (stored.info.product, unpacked.info.product) == ("native_coded", "native")
+    found, expected = logprobs(stored), logprobs(unpacked)
+    assert torch.equal(expected, logprobs(make_engine(plain, dtype="float32")))
     assert not torch.equal(found, expected)
     assert (found - expected).std() < 0.04 * expected.std()
 

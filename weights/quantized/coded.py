@@ -110,4 +110,7 @@ class CodedType(StoredType, Protocol):
         """Return the format in which it gives a weight [out, in] as it is; None: such a one is unpacked."""
 
     def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
-        """Return rows of a weight that has a code_format; arguments and errors are those of `unpack`."""
+        """Return rows of a weight that has a code_format; arguments and errors are those of `unpack`.
+
+        Their kind may be "scales and zeros" with the zero that all have in the kind of the format.
+        """

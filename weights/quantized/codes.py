@@ -5,7 +5,7 @@ Tensors are used by their methods alone, so that importing this does not import 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.quantized.stored_type import Found, UnfitError
@@ -15,20 +15,22 @@ from gptserve.weights.stored_tensor import Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-BITS = (4, 8)
+Bits = Literal[4, 8]
+BITS: tuple[Bits, ...] = (4, 8)
 """Of the codes that are read: a word of 32 bits has a whole number of them."""
 
 Block = tuple[int, int]
 """How many outputs and inputs share a scale."""
 
 
-def read_bits(section: RawConfig, name: str, default: int | None = None, choices: tuple[int, ...] = BITS) -> int:
+def read_bits(section: RawConfig, name: str, default: int | None = None, choices: tuple[Bits, ...] = BITS) -> Bits:
     """Return the bits of a code. Raises UnsupportedModelError where they are not read."""
     bits = section.size(name, default=default)
-    if bits not in choices:
-        rule = " or ".join(map(str, choices))
-        raise UnsupportedModelError(f"{section.file_name}: {name} must be {rule}, got {bits}: others are not read")
-    return bits
+    for choice in choices:
+        if bits == choice:
+            return choice
+    rule = " or ".join(map(str, choices))
+    raise UnsupportedModelError(f"{section.file_name}: {name} must be {rule}, got {bits}: others are not read")
 
 
 def read_group_size(section: RawConfig, name: str) -> int | None:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gptserve.weights.errors import UnsupportedModelError
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
 from gptserve.weights.quantized.codes import (
+    Bits,
     Block,
     block_shape,
     codes_of,
@@ -33,11 +35,12 @@ from gptserve.weights.quantized.codes import (
     require_matrix,
     scalar_shape,
 )
+from gptserve.weights.quantized.integers import coded_weight, format_of, has_whole_groups
 from gptserve.weights.quantized.mxfp4 import CompressedMxfp4
 from gptserve.weights.quantized.nvfp4 import COMPRESSED_NVFP4
 from gptserve.weights.quantized.stored_type import FLOATS, Expected, Found, StoredType
 from gptserve.weights.raw_config import RawConfig
-from gptserve.weights.stored_tensor import Shape
+from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +62,10 @@ _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_ze
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """The StoredType of the modules of one group. group_size and block are those of these two strategies."""
+    """The StoredType, and CodedType, of a group of modules. group_size and block are those of these two strategies."""
 
     kind: str
-    bits: int
+    bits: Bits
     strategy: str
     group_size: int | None = None
     block: Block | None = None
@@ -102,15 +105,35 @@ class Compressed:
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
         codes = self._codes(shape, tensors, rows)
         scales = self._of_rows(tensors["weight_scale"], shape, tensors, rows).float()
-        zeros = tensors.get("weight_zero_point")
+        zeros = self._zeros(tensors, rows)
         if zeros is None:
             return codes * scales
-        if "weight_packed" in tensors:
-            per_word = 32 // self.bits
-            words = zeros[rows.start // per_word : -(-rows.stop // per_word)]
-            zeros = codes_of(words.t(), self.bits).t()[: rows.stop - rows.start] - (1 << (self.bits - 1))
-            rows = slice(0, len(zeros))
+        rows = slice(0, len(zeros))
         return (codes - self._of_rows(zeros, shape, tensors, rows).float()) * scales
+
+    def code_format(self, shape: Shape, tensors: Mapping[str, StoredTensor]) -> CodeFormat | None:
+        zeros = tensors.get("weight_zero_point")
+        is_odd = self.kind != "int" or self.strategy == "block" or (self.strategy == "tensor" and zeros is not None)
+        if is_odd or not has_whole_groups(shape[1], self.group_size, tensors.get("weight_g_idx")):
+            return None
+        half = 1 << self.bits - 1
+        return format_of(self.bits, tensors["weight_scale"], zeros, half if "weight_packed" in tensors else 0)
+
+    def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
+        half, zeros = 1 << self.bits - 1, self._zeros(tensors, rows)
+        scales = tensors["weight_scale"] if self.strategy == "tensor" else tensors["weight_scale"][rows]
+        its = CodeFormat(self.bits, "scales" if zeros is None else "scales and zeros")
+        zeros = None if zeros is None else zeros.int() + half
+        return coded_weight(its, dtype, self._codes(shape, tensors, rows) + half, scales, zeros, self.group_size)
+
+    def _zeros(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor | None:
+        """Return the signed zeros of rows [rows, groups], or that of a tensor; None if all are 0."""
+        zeros = tensors.get("weight_zero_point")
+        if zeros is None or "weight_packed" not in tensors:
+            return zeros if zeros is None or self.strategy in ("tensor", "block") else zeros[rows]
+        per_word = 32 // self.bits
+        words = zeros[rows.start // per_word : -(-rows.stop // per_word)]
+        return codes_of(words.t(), self.bits).t()[: rows.stop - rows.start] - (1 << (self.bits - 1))
 
     def _codes(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
         """Return the signed codes of rows, fp32."""

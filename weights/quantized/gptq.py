@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
 from gptserve.weights.quantized.codes import (
+    Bits,
     codes_of,
     num_groups,
     of_inputs,
@@ -21,9 +23,10 @@ from gptserve.weights.quantized.codes import (
     read_group_size,
     require_matrix,
 )
+from gptserve.weights.quantized.integers import coded_weight, format_of, has_whole_groups
 from gptserve.weights.quantized.stored_type import FLOATS, Expected, Found
 from gptserve.weights.raw_config import RawConfig
-from gptserve.weights.stored_tensor import Shape
+from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +38,9 @@ MAX_RULES = 64
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The StoredType. zero_offset is added to the zeros of the files."""
+    """The StoredType, and CodedType. zero_offset is added to the zeros of the files."""
 
-    bits: int
+    bits: Bits
     group_size: int | None
     zero_offset: int
     name: str = "GPTQ"
@@ -57,12 +60,27 @@ class Gptq:
         return tensors | ({"g_idx": Expected((num_in,), ("I32",))} if "g_idx" in found else {})
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+        codes, zeros = self._codes(tensors, rows)
+        scales = tensors["scales"][:, rows].float()
+        groups = shape[1], self.group_size, tensors.get("g_idx")
+        return of_inputs(scales.t(), *groups) * (codes - of_inputs(zeros, *groups))
+
+    def code_format(self, shape: Shape, tensors: Mapping[str, StoredTensor]) -> CodeFormat | None:
+        if not has_whole_groups(shape[1], self.group_size, tensors.get("g_idx")):
+            return None
+        return format_of(self.bits, tensors["scales"], tensors["qzeros"], (1 << self.bits - 1) - self.zero_offset)
+
+    def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
+        codes, zeros = self._codes(tensors, rows)
+        its = CodeFormat(self.bits, "scales and zeros")
+        return coded_weight(its, dtype, codes, tensors["scales"][:, rows].t(), zeros, self.group_size)
+
+    def _codes(self, tensors: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the codes [rows, in] and the zeros [rows, groups], int32."""
         codes = codes_of(tensors["qweight"][:, rows].t(), self.bits)
         words = slice(rows.start * self.bits // 32, rows.stop * self.bits // 32)
         zeros = (codes_of(tensors["qzeros"][:, words], self.bits) + self.zero_offset) & ((1 << self.bits) - 1)
-        scales = tensors["scales"][:, rows].float()
-        groups = shape[1], self.group_size, tensors.get("g_idx")
-        return of_inputs(scales.t(), *groups) * (codes - of_inputs(zeros.t(), *groups))
+        return codes, zeros.t()
 
 
 def read_gptq(section: RawConfig) -> tuple[Gptq, ...]:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gptserve.weights.errors import UnsupportedModelError
-from gptserve.weights.quantized.codes import codes_of, of_inputs, read_bits, read_choice, require_matrix
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from gptserve.weights.quantized.codes import Bits, codes_of, of_inputs, read_bits, read_choice, require_matrix
+from gptserve.weights.quantized.integers import coded_weight, has_whole_groups
 from gptserve.weights.quantized.stored_type import FLOATS, Expected, Found
 from gptserve.weights.raw_config import RawConfig
-from gptserve.weights.stored_tensor import Shape
+from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +28,9 @@ MAX_TYPES = 16
 
 @dataclass(frozen=True, slots=True)
 class Mlx:
-    """The StoredType."""
+    """The StoredType, and CodedType."""
 
-    bits: int
+    bits: Bits
     group_size: int
     name: str = "MLX's type"
 
@@ -48,6 +50,19 @@ class Mlx:
             of_inputs(tensors[name][rows].float(), shape[1], self.group_size) for name in ("scales", "biases")
         )
         return scales * codes + biases
+
+    def code_format(self, shape: Shape, tensors: Mapping[str, StoredTensor]) -> CodeFormat | None:
+        if not has_whole_groups(shape[1], self.group_size):
+            return None
+        fits = tensors["scales"].has_halves() and tensors["biases"].has_halves()
+        return CodeFormat(self.bits, "scales and leasts") if fits else None
+
+    def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
+        import torch
+
+        codes = codes_of(tensors["weight"][rows].view(torch.int32), self.bits)
+        its = CodeFormat(self.bits, "scales and leasts")
+        return coded_weight(its, dtype, codes, tensors["scales"][rows], tensors["biases"][rows], self.group_size)
 
 
 def read_mlx(section: RawConfig) -> tuple[Mlx, ...]:

@@ -35,7 +35,9 @@ def draw_scales(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gen
     return (torch.rand(shape, generator=generator) * 0.02 + 0.001).to(dtype)
 
 
-def gptq(bits: int = 4, group_size: int = 32, version: int = 1, act_order: bool = False) -> Packer:
+def gptq(
+    bits: int = 4, group_size: int = 32, version: int = 1, act_order: bool = False, symmetric: bool = False
+) -> Packer:
     def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
         num_out, num_in = shape
         size = num_in if group_size == -1 else group_size
@@ -44,6 +46,8 @@ def gptq(bits: int = 4, group_size: int = 32, version: int = 1, act_order: bool 
             groups = groups[torch.randperm(num_in, generator=generator)]
         num_groups = -(-num_in // size)
         codes, zeros = draw(shape, bits, generator), draw((num_out, num_groups), bits, generator)
+        if symmetric:
+            zeros.fill_(2 ** (bits - 1))
         scales = draw_scales((num_out, num_groups), torch.float16, generator)
         floats = scales.float()[:, groups] * (codes - zeros[:, groups])
         stored_zeros = (zeros - 1) % 2**bits if version == 1 else zeros
@@ -112,13 +116,13 @@ def packed(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, a
     return pack
 
 
-def integers(strategy: str = "channel", symmetric: bool = True) -> Packer:
+def integers(strategy: str = "channel", symmetric: bool = True, dtype: torch.dtype = torch.float32) -> Packer:
     """compressed-tensors' int-quantized."""
 
     def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
         codes = (draw(shape, 8, generator) - 128).to(torch.int8)
         its_shape = (shape[0], 1) if strategy == "channel" else (1,)
-        scales = draw_scales(its_shape, torch.float32, generator)
+        scales = draw_scales(its_shape, dtype, generator)
         zeros = torch.zeros_like(scales) if symmetric else draw(its_shape, 7, generator) - 64
         tensors = {"weight": codes, "weight_scale": scales}
         tensors |= {} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}
