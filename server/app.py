@@ -6,7 +6,6 @@ It does not start or stop the engine and reads no configuration; `serve.py` and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 
 from fastapi import APIRouter, FastAPI
@@ -16,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 
 import gptserve
 from gptserve.server.api.background import background_router
@@ -103,7 +102,6 @@ def create_app(
         description="An exact, small inference server for GPT-style language models",
         version=gptserve.__version__,
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
-        generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
         middleware=[
             *_cross_origin(settings.origins),
@@ -124,8 +122,7 @@ def create_app(
     if settings.playground and settings.engine.task == "generate":
         routers.append(playground_router(service))
     for router in routers:
-        app.include_router(router)
-        _expect_answers(router, metrics)
+        _add_routes(app, router, metrics)
     return app
 
 
@@ -153,11 +150,14 @@ def _task_routers(service: Service, jobs: BackgroundJobs) -> list[APIRouter]:
     return [*of_jobs, messages_router(service), others]
 
 
-def _expect_answers(router: APIRouter, metrics: Metrics) -> None:
+def _add_routes(app: FastAPI, router: APIRouter, metrics: Metrics) -> None:
+    """Add the routes themselves: `include_router` keeps the router beside them and makes each a second time."""
     for route in router.routes:
         assert isinstance(route, APIRoute)
+        route.operation_id = route.name  # clients that are generated call their functions so
         for method in route.methods or ():
             metrics.expect_answers(method, route.path, {200, *route.responses})
+        app.router.routes.append(route)
 
 
 def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
@@ -224,18 +224,10 @@ def _methods(request: Request) -> str:
     A route of just this path hides those that take its end for an id.
     """
     path = request.url.path
-    own = {method for route in _routes(request.app.router) if route.path == path for method in route.methods or ()}
+    same = [route for route in request.app.router.routes if route.path == path]
+    own = {method for route in same for method in route.methods or ()}
     methods = ("GET", "POST", "DELETE")
     return ", ".join(method for method in methods if (method in own if own else _is_route(request, method, path)))
-
-
-def _routes(router: APIRouter) -> Iterator[Route]:
-    """Yield the routes of a router and of those that it includes, which FastAPI keeps as they are."""
-    for route in router.routes:
-        if isinstance(route, Route):
-            yield route
-        elif (included := getattr(route, "original_router", None)) is not None:
-            yield from _routes(included)
 
 
 def _what_to_call(request: Request) -> str:
