@@ -94,18 +94,25 @@ WHERE l.completion_id = %(id)s AND l.replica = me.id
 ON CONFLICT (completion_id, n) DO UPDATE SET replica = excluded.replica RETURNING n
 """
 CLEAR_ATTEMPTS = "DELETE FROM gptserve.attempts WHERE replica = %(me)s"
+_GIVEN = """
+unnest(%(ids)s::text[], %(statuses)s::text[], %(errors)s::text[], %(finished_ats)s::double precision[],
+    %(nums_batches)s::integer[], %(nums_tokens)s::bigint[], %(positions)s::text[])
+    AS g(id, status, error, finished_at, num_batches, num_tokens, position)
+"""
 END = f"""
 {_ME},
 gone AS (
-    DELETE FROM gptserve.leases l USING me WHERE l.completion_id = %(id)s AND l.replica = me.id
-    RETURNING l.completion_id
+    DELETE FROM gptserve.leases l USING me, {_GIVEN} WHERE l.completion_id = g.id AND l.replica = me.id RETURNING g.*
 ),
-free AS (DELETE FROM gptserve.keys k USING gone WHERE k.completion_id = gone.completion_id AND %(status)s = 'failed')
-INSERT INTO gptserve.ends SELECT completion_id, %(status)s, %(error)s, %(finished_at)s, %(num_batches)s,
-    %(num_tokens)s, %(position)s FROM gone RETURNING completion_id
+free AS (DELETE FROM gptserve.keys k USING gone WHERE k.completion_id = gone.id AND gone.status = 'failed')
+INSERT INTO gptserve.ends SELECT * FROM gone RETURNING completion_id
 """
-READ_END = """
-SELECT status, error, finished_at, num_batches, num_tokens, position FROM gptserve.ends WHERE completion_id = %(id)s
+# Of ends that may have been written, as an answer was lost, those that were.
+IS_ENDED = f"""
+SELECT e.completion_id FROM gptserve.ends e JOIN {_GIVEN} ON e.completion_id = g.id
+WHERE (e.status, e.finished_at, e.num_batches, e.num_tokens)
+    = (g.status, g.finished_at, g.num_batches, g.num_tokens)
+AND e.error IS NOT DISTINCT FROM g.error AND e.position IS NOT DISTINCT FROM g.position
 """
 FORGET = "DELETE FROM gptserve.completions WHERE id = ANY(%(ids)s)"
 READ_RECORD = f"SELECT {', '.join(_COLUMNS)} FROM gptserve.completions WHERE id = %(id)s"
@@ -145,9 +152,11 @@ def completion_row(record: CompletionRecord) -> dict[str, Any]:
     return {**row, "num_prompt_tokens": sum(map(len, record.prompts)), "num_bytes": texts}
 
 
-def end_row(completion_id: str, end: EndRecord) -> dict[str, Any]:
-    """Return the parameters of END but `me`."""
-    return {"id": completion_id, **dict(zip(EndRecord.__slots__, astuple(end), strict=True))}
+def end_columns(ends: Iterable[tuple[str, EndRecord]]) -> dict[str, list[Any]]:
+    """Return the parameters of END but `me`, and of IS_ENDED."""
+    names = ("ids", "statuses", "errors", "finished_ats", "nums_batches", "nums_tokens", "positions")
+    rows = [(completion_id, *astuple(end)) for completion_id, end in ends]
+    return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def to_record(row: Sequence[Any]) -> CompletionRecord:

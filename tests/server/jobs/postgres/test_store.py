@@ -15,6 +15,7 @@ import pytest
 from gptserve.server.jobs.postgres.connections import UNAVAILABLE
 from gptserve.server.jobs.postgres.schema import SCHEMA_VERSION
 from gptserve.server.jobs.postgres.store import PostgresJobStore
+from gptserve.server.jobs.records import EndStatus
 from gptserve.server.jobs.store import JobStoreError, KeyTakenError, LeaseLostError, StoreUnavailableError
 from tests.postgres_server import PostgresServer
 from tests.server.jobs.test_store import END, OUTPUTS, RECORD
@@ -257,6 +258,8 @@ def test_a_write_is_repeated_when_its_answer_is_lost_and_counts_once(with_stores
         assert await second.batches("cmpl-1", 0, 10) == [OUTPUTS, OUTPUTS[1:]]
         [stored] = await second.load()
         assert stored.end == END
+        with pytest.raises(LeaseLostError):  # another end is none that was written
+            await first.end("cmpl-1", replace(END, finished_at=0.0))
 
     with_stores(test)
 
@@ -281,6 +284,31 @@ def test_one_that_was_deleted_takes_no_batch_and_the_others_do(with_stores: UseS
         await second.forget(["1"])
         written = await asyncio.gather(*(first.append(str(i), 0, OUTPUTS) for i in range(3)), return_exceptions=True)
         assert [isinstance(result, LeaseLostError) for result in written] == [False, True, False]
+
+    with_stores(test)
+
+
+def test_of_many_ends_at_once_each_is_written_as_it_is_but_of_those_that_another_may_end(
+    with_stores: UseStores,
+) -> None:
+    async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        errors = [None, '{"code":"x"}', None, '{"code":"cancelled"}']
+        statuses: list[EndStatus] = ["completed", "failed", "completed", "cancelled"]
+        ends = {
+            str(i): replace(END, status=statuses[i], error=errors[i], num_tokens=i, position=None if i else "1")
+            for i in range(4)
+        }
+        for i in ends:
+            await first.add(replace(RECORD, completion_id=i, key=i))
+        await second.forget(["2"])
+        ended = await asyncio.gather(*(first.end(i, end) for i, end in ends.items()), return_exceptions=True)
+        assert [isinstance(result, LeaseLostError) for result in ended] == [False, False, True, False]
+        stored = {job.record.completion_id: job.end for job in await second.load()}
+        assert stored == {i: end for i, end in ends.items() if i != "2"}
+        await second.add(replace(RECORD, completion_id="4", key="1"))  # the key of the one that failed
+        for i in ("0", "3"):
+            with pytest.raises(KeyTakenError):
+                await second.add(replace(RECORD, completion_id="5", key=i))
 
     with_stores(test)
 
