@@ -11,7 +11,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from gptserve.server.batches.runner import BatchRunner, KeptBatch
@@ -62,6 +61,9 @@ class Batches:
                 results = await self._store.results(record.batch_id)
                 batch.held_bytes = results.num_bytes
                 self._files.take_room(record.owner, results.num_bytes, is_kept=True)
+                self._runner.suspect(batch, results.begun)
+        for batch in self._batches.values():  # once all suspects are known
+            if not batch.record.has_ended:
                 self._run(batch)
         self._files.begin_expiry()
 
@@ -70,11 +72,10 @@ class Batches:
         for task in self._tasks.values():
             task.cancel()
         await self.settle()
-        for batch in self._batches.values():  # a server that ended in order is no attempt
-            if not batch.record.has_ended and batch.record.attempts:
-                batch.record = replace(batch.record, attempts=())
-                with suppress(BatchStoreError):
-                    await self._store.put(batch.record)
+        for batch in self._batches.values():
+            if not batch.record.has_ended:
+                with suppress(BatchStoreError):  # then it counts like a server that did not end in order
+                    await self._store.forget_begun(batch.record.batch_id)
 
     async def settle(self) -> None:
         """Return when nothing runs any more."""

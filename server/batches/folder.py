@@ -1,7 +1,8 @@
 """The store of batches in a folder: the record of a batch is one file, its results so far are another.
 
-A result is a line with its number, a mark and the JSON, added by one write; what a killed server left half written is
-cut off. One thread does all, so calls come in their order. Knows no HTTP and no owners.
+A result is a line with its number, a mark and the JSON, added by one write; another line says before that it was begun.
+What a killed server left half written is cut off. One thread does all, so calls come in their order. Knows no HTTP and
+no owners.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +25,7 @@ from gptserve.server.files.locked_folder import LockedFolder
 Result = TypeVar("Result")
 
 _RECORD, _NEW, _RESULTS = ".json", ".new", ".results"
+_ANSWER, _ERROR, _BEGUN, _NONE_BEGUN = _MARKS = b"0", b"1", b"+", b"-"
 
 
 class FolderBatchStore(BatchStore):
@@ -48,21 +51,35 @@ class FolderBatchStore(BatchStore):
         """Write a record, and rename it into its place."""
         await self._run(lambda folder: _put(folder, record, is_synced=self._sync == "full"))
 
+    async def begin_line(self, batch_id: str, n: int) -> None:
+        """Add a mark. It need not outlive the machine, so it is not synced."""
+        await self._run(lambda folder: self._append(folder, batch_id, _line(n, _BEGUN), is_synced=False))
+
+    async def forget_begun(self, batch_id: str) -> None:
+        """Add a mark of all lines."""
+        await self._run(lambda folder: self._append(folder, batch_id, _line(0, _NONE_BEGUN), is_synced=False))
+
     async def add_result(self, batch_id: str, n: int, result: str, *, failed: bool) -> None:
         """Add a result."""
-        data = b"%d %d %s\n" % (n, failed, result.encode())
-        await self._run(lambda folder: self._append(folder, batch_id, data))
+        data, is_synced = _line(n, _ERROR if failed else _ANSWER, result.encode()), self._sync == "full"
+        await self._run(lambda folder: self._append(folder, batch_id, data, is_synced=is_synced))
 
     async def results(self, batch_id: str) -> Results:
         """Return which lines have results."""
 
         def read(folder: Path) -> Results:
-            state, num_bytes = bytearray(), 0
-            for n, failed, _, size in _read(folder / f"{batch_id}{_RESULTS}"):
-                state.extend(bytes(max(0, n + 1 - len(state))))
-                state[n] = 1 + failed
-                num_bytes += size
-            return Results(state, num_bytes)
+            state, num_bytes, begun = bytearray(), 0, Counter[int]()
+            for n, mark, _, size in _read(folder / f"{batch_id}{_RESULTS}"):
+                if mark == _BEGUN:
+                    begun[n] += 1
+                elif mark == _NONE_BEGUN:
+                    begun.clear()
+                else:
+                    state.extend(bytes(max(0, n + 1 - len(state))))
+                    state[n] = 1 + (mark == _ERROR)
+                    num_bytes += size
+                    del begun[n]
+            return Results(state, num_bytes, dict(begun))
 
         return await self._run(read)
 
@@ -99,7 +116,7 @@ class FolderBatchStore(BatchStore):
             return
         self._thread.shutdown(wait=False)
 
-    def _append(self, folder: Path, batch_id: str, data: bytes) -> None:
+    def _append(self, folder: Path, batch_id: str, data: bytes, *, is_synced: bool) -> None:
         if batch_id not in self._open:
             self._open[batch_id] = _open_results(folder / f"{batch_id}{_RESULTS}")
         descriptor = self._open[batch_id]
@@ -107,7 +124,7 @@ class FolderBatchStore(BatchStore):
         try:
             if os.write(descriptor, data) != len(data):
                 raise OSError(0, "the disk is full")
-            if self._sync == "full":
+            if is_synced:
                 os.fsync(descriptor)
         except OSError:
             os.ftruncate(descriptor, size)
@@ -137,7 +154,7 @@ def _load(folder: Path) -> list[BatchRecord]:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             errors = tuple(LineError(**error) for error in fields.pop("errors"))
-            record = BatchRecord(**fields | {"errors": errors, "attempts": tuple(fields["attempts"])})
+            record = BatchRecord(**fields | {"errors": errors})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path.name} is damaged: {error}") from error
         if path.stem != record.batch_id:
@@ -169,8 +186,12 @@ def _open_results(path: Path) -> int:
     return descriptor
 
 
-def _read(path: Path) -> Iterator[tuple[int, bool, int, int]]:
-    """Yield of each whole result its line's number, whether it failed, its place and size. Raises ValueError."""
+def _line(n: int, mark: bytes, data: bytes = b"") -> bytes:
+    return b"%d %s %s\n" % (n, mark, data)
+
+
+def _read(path: Path) -> Iterator[tuple[int, bytes, int, int]]:
+    """Yield of each whole entry the number of its line, its mark, its place and size. Raises ValueError."""
     place = 0
     try:
         file = path.open("rb")
@@ -181,9 +202,9 @@ def _read(path: Path) -> Iterator[tuple[int, bool, int, int]]:
             if not data.endswith(b"\n"):
                 return
             head = data[:24].split(b" ", 2)
-            if len(head) != 3 or not head[0].isdigit() or head[1] not in (b"0", b"1"):
+            if len(head) != 3 or not head[0].isdigit() or head[1] not in _MARKS:
                 raise ValueError(f"{path.name} is damaged at byte {place}")
-            yield int(head[0]), head[1] == b"1", place, len(data)
+            yield int(head[0]), head[1], place, len(data)
             place += len(data)
 
 
@@ -203,4 +224,5 @@ def _reading(path: Path, places: dict[int, int]) -> Iterator[Iterator[tuple[int,
 
 
 def _in_order(path: Path, *, failed: bool) -> AbstractContextManager[Iterator[tuple[int, bytes]]]:
-    return _reading(path, {n: place for n, has_failed, place, _ in _read(path) if has_failed is failed})
+    wanted = _ERROR if failed else _ANSWER
+    return _reading(path, {n: place for n, mark, place, _ in _read(path) if mark == wanted})

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, Literal, TypeVar
@@ -19,7 +19,7 @@ from gptserve.engine.errors import EngineDiedError
 from gptserve.server.batches.lines import RawLine, read_lines
 from gptserve.server.batches.store import BatchRecord, BatchStore, LineError, Results
 from gptserve.server.batches.validation import Validation
-from gptserve.server.batches.work import Batch, compute_line, expired_line
+from gptserve.server.batches.work import Batch, compute_line, failed_line
 from gptserve.server.completions.service import Service
 from gptserve.server.core.background_status import BatchStatus
 from gptserve.server.core.errors import ServiceError
@@ -27,7 +27,8 @@ from gptserve.server.core.turns import Turns
 from gptserve.server.files.files import PIECE_BYTES, FileLimits, Files
 
 MAX_RUNNING = 16  # batches at once: each has a descriptor and a line that waits
-MAX_ATTEMPTS = 4  # servers in a row that ended while they computed a batch, without a line of it
+SUSPECT_AFTER = 2  # servers that died while they computed a line
+MAX_ATTEMPTS = 4
 RETRY_S = 10.0  # after which to write again what a full disk or full limits did not let in
 
 Outcome = Literal["completed", "failed"]
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 class KeptBatch:
     """A batch in memory. num_completed and num_failed are so far, `held_bytes` are those of results in the store.
 
-    `cancelling` is set once the store knows that it is to be cancelled.
+    suspects: of the lines that servers may have died of, how many did. `cancelling` is set once the store knows that it
+    is to be cancelled.
     """
 
     record: BatchRecord
@@ -48,6 +50,7 @@ class KeptBatch:
     num_failed: int = 0
     held_bytes: int = 0
     is_cancelled: bool = False
+    suspects: Mapping[int, int] = field(default_factory=dict)
     cancelling: asyncio.Event = field(default_factory=asyncio.Event)
     computing: asyncio.Task[None] | None = None
 
@@ -56,7 +59,8 @@ class BatchRunner:
     """Runs batches side by side; owners take turns, at running batches and at each line.
 
     As many lines as the engine has slots are in memory, of all batches together. `num_lines` counts those that were
-    computed.
+    computed. Lines that several servers died with are suspects: they are computed first, one by one, and others when
+    none is left. So the innocent are cleared. One that MAX_ATTEMPTS servers died with fails.
     """
 
     def __init__(
@@ -66,7 +70,18 @@ class BatchRunner:
         self._running = Turns(MAX_RUNNING, lambda: limits.share(MAX_RUNNING))
         self._lines: Turns | None = None
         self._line_ended = asyncio.Event()
+        self._suspected: set[str] = set()  # batches with suspects
+        self._cleared = asyncio.Event()
+        self._cleared.set()
+        self._trial = asyncio.Lock()
         self.num_lines = Counter[Outcome]()
+
+    def suspect(self, batch: KeptBatch, begun: Mapping[int, int]) -> None:
+        """Learn what earlier servers had begun when they died, before the first batch runs."""
+        batch.suspects = {n: num for n, num in begun.items() if num >= SUSPECT_AFTER}
+        if batch.suspects:
+            self._suspected.add(batch.record.batch_id)
+            self._cleared.clear()
 
     async def run(self, batch: KeptBatch) -> None:
         """Go on with a batch until it has ended, or the server cannot compute any more."""
@@ -78,10 +93,18 @@ class BatchRunner:
             finally:
                 computing.cancel()
                 await asyncio.wait([computing])
+                self._clear(batch)
             if not self._may_finish(batch, computing):
                 return
+        self._clear(batch)
         if not batch.record.has_ended:
             await self._finish(batch)
+
+    def _clear(self, batch: KeptBatch) -> None:
+        """Let others be computed if this was the last batch with suspects."""
+        self._suspected.discard(batch.record.batch_id)
+        if not self._suspected:
+            self._cleared.set()
 
     def _may_finish(self, batch: KeptBatch, computing: asyncio.Task[None]) -> bool:
         """Return whether a batch is computed, cancelled or out of time, and not only this server at its end."""
@@ -96,13 +119,19 @@ class BatchRunner:
 
     async def _compute(self, batch: KeptBatch) -> None:
         owner = batch.record.owner
+        try:
+            input_file = self._files.find(batch.record.input_file_id, owner, "input_file_id")
+        except ServiceError as error:  # somebody has put back an older copy of the folder
+            await self._put(batch, "failed", errors=(LineError(error.code, str(error), error.param),))
+            return
+        if batch.suspects:
+            async with self._trial:
+                with await self._again(batch, lambda: self._files.open(input_file)) as file:
+                    await self._compute_suspects(batch, file)
+        self._clear(batch)
+        await self._cleared.wait()
         await self._running.take(owner)
         try:
-            try:
-                input_file = self._files.find(batch.record.input_file_id, owner, "input_file_id")
-            except ServiceError as error:  # somebody has put back an older copy of the folder
-                await self._put(batch, "failed", errors=(LineError(error.code, str(error), error.param),))
-                return
             with await self._again(batch, lambda: self._files.open(input_file)) as file:
                 if batch.record.status == "validating":
                     await self._validate(batch, file)
@@ -123,27 +152,35 @@ class BatchRunner:
             await self._put(batch, "in_progress", num_lines=validation.num_lines)
 
     async def _compute_lines(self, batch: KeptBatch, file: BinaryIO) -> None:
-        """Compute the lines that have no result. Fails the batch if it seems to be what ends servers."""
+        """Compute the lines that have no result."""
         results, record = await self._again(batch, lambda: self._store.results(batch.record.batch_id)), batch.record
         batch.num_completed, batch.num_failed = results.num_completed, results.num_failed
-        num_done = results.num_completed + results.num_failed
-        if record.attempts.count(num_done) >= MAX_ATTEMPTS:
-            message = f"{MAX_ATTEMPTS} servers in a row ended while they computed this batch, without a line of it"
-            await self._put(batch, "failed", errors=(LineError("generation_failed", message),))
-            return
-        await self._put(batch, "in_progress", attempts=(*record.attempts, num_done))
         if self._lines is None:  # the engine is there by now
             num_slots = self._service.model.engine.info.max_num_seqs
             self._lines = Turns(num_slots, lambda: num_slots)
-        lines, state = self._lines, results.state
-        unread = read_lines(file, self._service.options.settings.max_body_bytes)
+        lines = self._lines
         async with asyncio.TaskGroup() as group:
-            while (raw := await asyncio.to_thread(next, unread, None)) is not None:
-                if raw.n < len(state) and state[raw.n]:
+            async for raw in self._lines_of(file):
+                if results.has(raw.n):
                     continue
                 await lines.take(record.owner)
                 # Not at the end of the coroutine: a task that is cancelled before it begins would keep its turn.
                 group.create_task(self._line(batch, raw)).add_done_callback(lambda _: self._end_line(record.owner))
+
+    async def _compute_suspects(self, batch: KeptBatch, file: BinaryIO) -> None:
+        """Compute the lines that servers may have died of one by one, but for those that have had their chances."""
+        async for raw in self._lines_of(file):
+            num_deaths = batch.suspects.get(raw.n, 0)
+            if num_deaths >= MAX_ATTEMPTS:
+                message = f"{num_deaths} servers in a row ended while they computed this request"
+                await self._add(batch, raw, self._failed(batch.record, raw, "generation_failed", message), failed=True)
+            elif num_deaths:
+                await self._line(batch, raw)
+
+    async def _lines_of(self, file: BinaryIO) -> AsyncIterator[RawLine]:
+        unread = read_lines(file, self._service.options.settings.max_body_bytes)
+        while (raw := await asyncio.to_thread(next, unread, None)) is not None:
+            yield raw
 
     def _end_line(self, owner: str | None) -> None:
         assert self._lines is not None
@@ -151,11 +188,15 @@ class BatchRunner:
         self._line_ended.set()
 
     async def _line(self, batch: KeptBatch, raw: RawLine) -> None:
+        await self._again(batch, lambda: self._store.begin_line(batch.record.batch_id, raw.n))
         record = batch.record
-        of_lines = Batch(record.batch_id, record.created, record.owner)
-        urls = (record.endpoint,)
+        of_lines, urls = Batch(record.batch_id, record.created, record.owner), (record.endpoint,)
         result, failed = await compute_line(self._service, of_lines, raw, self._wait_for_room, urls)
-        num_bytes = len(result)
+        await self._add(batch, raw, result, failed=failed)
+
+    async def _add(self, batch: KeptBatch, raw: RawLine, result: str, *, failed: bool) -> None:
+        """Keep a result."""
+        record, num_bytes = batch.record, len(result)
 
         async def add() -> None:
             self._files.take_room(record.owner, num_bytes)
@@ -224,10 +265,14 @@ class BatchRunner:
         return file_id
 
     def _late_lines(self, record: BatchRecord, file: BinaryIO, results: Results) -> Iterator[bytes]:
+        message = "this request could not be computed before the completion window was over"
+        for raw in read_lines(file, self._service.options.settings.max_body_bytes):
+            if not results.has(raw.n):
+                yield self._failed(record, raw, "batch_expired", message).encode() + b"\n"
+
+    def _failed(self, record: BatchRecord, raw: RawLine, code: str, message: str) -> str:
         of_lines, max_bytes = Batch(record.batch_id, record.created), self._service.options.settings.max_body_bytes
-        for raw in read_lines(file, max_bytes):
-            if raw.n >= len(results.state) or not results.state[raw.n]:
-                yield expired_line(of_lines, raw, max_bytes, (record.endpoint,)).encode() + b"\n"
+        return failed_line(of_lines, raw, code, message, max_bytes, (record.endpoint,))
 
     async def _copy(self, lines: Iterator[bytes], write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write lines, as many at once as make a piece."""

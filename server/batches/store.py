@@ -6,7 +6,7 @@ class with these methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,8 +38,7 @@ class LineError:
 class BatchRecord:
     """A batch but for its results. Times are in seconds since the epoch; `times` has when each status began.
 
-    num_completed and num_failed are those of a batch that has ended. attempts has for each start of a server that began
-    to compute it the number of results that it had then. output_kept_s: after how long its files expire.
+    num_completed and num_failed are those of a batch that has ended. output_kept_s: after how long its files expire.
     """
 
     batch_id: str
@@ -58,7 +57,6 @@ class BatchRecord:
     num_failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
-    attempts: tuple[int, ...] = ()
 
     @property
     def has_ended(self) -> bool:
@@ -68,10 +66,18 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Which lines have a result: of the n-th, `state[n]` is 0 without one, 1 with an answer, 2 with an error."""
+    """Which lines have a result: of the n-th, `state[n]` is 0 without one, 1 with an answer, 2 with an error.
+
+    `begun` has of those without one that servers in a row began to compute, and died, how many did.
+    """
 
     state: bytearray
     num_bytes: int = 0
+    begun: Mapping[int, int] = field(default_factory=dict)
+
+    def has(self, n: int) -> bool:
+        """Whether the n-th line has a result."""
+        return n < len(self.state) and self.state[n] > 0
 
     @property
     def num_completed(self) -> int:
@@ -104,11 +110,17 @@ class BatchStore(Protocol):
     async def put(self, record: BatchRecord) -> None:
         """Add a batch, or put its record in the place of the one that it has."""
 
+    async def begin_line(self, batch_id: str, n: int) -> None:
+        """Note that the n-th line is computed from now on."""
+
+    async def forget_begun(self, batch_id: str) -> None:
+        """Note that the server ends in order: no line that it began will count as begun."""
+
     async def add_result(self, batch_id: str, n: int, result: str, *, failed: bool) -> None:
         """Add the result of the n-th line, which has none yet: JSON in one line."""
 
     async def results(self, batch_id: str) -> Results:
-        """Return which lines have results, and how many bytes these take."""
+        """Return which lines have results, how many bytes these take, and what was begun."""
 
     async def read_results(self, batch_id: str, *, failed: bool) -> AbstractContextManager[Iterator[tuple[int, bytes]]]:
         """Return the results that failed, or those that did not, in the order of their lines; for threads only."""

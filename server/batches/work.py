@@ -150,11 +150,10 @@ async def compute_line(
     return await service.in_thread(_ENCODER.encode, result), has_failed(result)
 
 
-def expired_line(batch: Batch, raw: RawLine, max_bytes: int, urls: Collection[str]) -> str:
-    """Return the result of a line that was not computed in time, as JSON."""
+def failed_line(batch: Batch, raw: RawLine, code: str, message: str, max_bytes: int, urls: Collection[str]) -> str:
+    """Return the result of a checked line that nobody computes, as JSON."""
     custom_id = line_of(raw, max_bytes, urls, is_repeated=False).custom_id
-    message = "this request could not be computed before the completion window was over"
-    error = {"code": "batch_expired", "message": message, "line": raw.n}
+    error = {"code": code, "message": message, "line": raw.n}
     return _ENCODER.encode({"id": result_id(batch, raw.n), "custom_id": custom_id, "response": None, "error": error})
 
 

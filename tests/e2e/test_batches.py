@@ -1,89 +1,97 @@
-"""A batch of a real model goes on after kill -9, with the answers of one that nobody disturbed."""
+"""Batches of a real model through kills, a full disk and a line that ends servers: each line once, and right."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from bench import batch_chaos
 from tests.server.serving import Process
 
-URL = "/v1/completions"
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-BODIES: list[dict[str, Any]] = [
-    {"prompt": "Once upon a time", "max_tokens": 12},
-    {"prompt": "The cat", "max_tokens": 8, "n": 2},
-    {"prompt": "x", "max_tokens": 24, "structured_outputs": {"json": SCHEMA}},
-    {"prompt": "x", "stream": True},
-]
-NUM_LINES = 120
+pytestmark = pytest.mark.slow
+
+WINDOW = {"completion_window": "24h"}
+
+MORTAL = """
+import os, signal, sys
+from gptserve.server.batches import runner
+from gptserve.server.cli.main import main
+
+async def compute_line(service, batch, raw, *arguments):
+    if b"poison" in raw.data:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await compute(service, batch, raw, *arguments)
+
+compute, runner.compute_line = runner.compute_line, compute_line
+main(sys.argv[1:])
+"""
+"""A server that a line with "poison" in it kills."""
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[tuple[Process, httpx.Client]]:
-    process = Process("--state-dir", str(folder), "--max-num-seqs", "4")
-    try:
-        with process.wait_until_ready() as client:
-            yield process, client
-    finally:
-        process.kill()
+def test_batches_survive_kills_and_a_full_disk_with_the_same_answers(tmp_path: Path) -> None:
+    found = asyncio.run(batch_chaos.run(tmp_path, num_lines=200, num_engines=2, num_servers=2, seed=0))
+
+    assert found.wrong == []
+    assert found.events == Counter(engine=2, server=2, disk=2)
 
 
-def begin(client: httpx.Client) -> str:
-    lines = (
-        {"custom_id": f"line {i}", "method": "POST", "url": URL, "body": {"seed": i, **BODIES[i % len(BODIES)]}}
-        for i in range(NUM_LINES)
-    )
-    data = "".join(f"{json.dumps(line)}\n" for line in lines)
+def test_a_line_that_is_missing_twice_there_or_changed_is_seen() -> None:
+    good: batch_chaos.Results = {f"line {i}": [{"custom_id": f"line {i}", "response": i}] for i in range(4)}
+    bad = {"line 0": good["line 0"] * 2, "line 1": [{"custom_id": "line 1", "response": 0}], "line 3": good["line 3"]}
+
+    wrong = batch_chaos.compare(4, {**bad, "line 9": []}, good)
+
+    assert [sentence.partition(":")[0] for sentence in wrong] == ["line 0", "line 1", "line 2", "line 9"]
+
+
+def test_a_line_that_kills_servers_fails_alone_after_four(tmp_path: Path) -> None:
+    num_deaths, has_begun, ended = 0, False, []
+    while not ended:
+        process = Process("--state-dir", str(tmp_path), main=MORTAL)
+        try:
+            with process.wait_until_ready() as client:
+                if not has_begun:
+                    has_begun = True
+                    begin(client, "Once")
+                    begin(client, "poison")
+                ended = wait(client)
+                names = [batch[f"{kind}_file_id"] for batch in ended for kind in ("output", "error")]
+                files = [client.get(f"/v1/files/{name}/content").text.splitlines() for name in names if name]
+        except httpx.TransportError:
+            num_deaths += 1
+            assert (num_deaths < 5, process.popen.wait(100)) == (True, -signal.SIGKILL)
+        finally:
+            process.kill()
+    assert num_deaths == 4
+    assert [batch["request_counts"] for batch in ended] == [
+        {"total": 8, "completed": 7, "failed": 1},
+        {"total": 8, "completed": 8, "failed": 0},
+    ]
+    output, error, other = ([json.loads(line) for line in lines] for lines in files)
+    assert [(one["custom_id"], one["error"]["code"]) for one in error] == [("line 3", "generation_failed")]
+    assert [one["custom_id"] for one in output] == [f"line {i}" for i in range(8) if i != 3]
+    assert [one["custom_id"] for one in other] == [f"line {i}" for i in range(8)]
+
+
+def begin(client: httpx.Client, fourth_prompt: str) -> None:
+    prompts = [fourth_prompt if i == 3 else "Once" for i in range(8)]
+    bodies: list[dict[str, Any]] = [{"prompt": prompt, "max_tokens": 100, "ignore_eos": True} for prompt in prompts]
+    lines = [json.dumps(batch_chaos.line(i, batch_chaos.TEXTS, body)) for i, body in enumerate(bodies)]
+    data = "\n".join(lines)
     file = client.post("/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}).json()
-    body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
-    batch_id: str = client.post("/v1/batches", json=body).json()["id"]
-    return batch_id
+    client.post("/v1/batches", json={"input_file_id": file["id"], "endpoint": batch_chaos.TEXTS, **WINDOW})
 
 
-def wait_for(client: httpx.Client, batch_id: str, num_done: int) -> dict[str, Any]:
-    """Return a batch once so many lines are done, and all of it once it has completed."""
+def wait(client: httpx.Client) -> list[dict[str, Any]]:
+    """Return all batches, the newest first, once they have ended."""
     while True:
-        batch: dict[str, Any] = client.get(f"/v1/batches/{batch_id}").json()
-        if batch["status"] == "completed" or batch["request_counts"]["completed"] >= num_done:
-            return batch
-
-
-def results(client: httpx.Client, batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results in the order of the files, without what is of a batch or of when they were computed."""
-    read = []
-    for name in ("output_file_id", "error_file_id"):
-        text = client.get(f"/v1/files/{batch[name]}/content").text
-        read += [json.loads(line) for line in text.splitlines()]
-    for result in read:
-        del result["id"], result["response"]["request_id"]
-        for its in ("id", "created"):
-            result["response"]["body"].pop(its, None)
-        result["response"]["body"].get("usage", {}).pop("prompt_tokens_details", None)
-    return read
-
-
-@pytest.mark.slow
-def test_a_batch_survives_three_kills_with_the_same_answers(tmp_path: Path) -> None:
-    with serving(tmp_path / "whole") as (_, client):
-        batch = wait_for(client, begin(client), NUM_LINES)
-        whole = results(client, batch)
-    assert batch["request_counts"] == {"total": NUM_LINES, "completed": 90, "failed": 30}
-    assert len({result["custom_id"] for result in whole}) == NUM_LINES
-    batch_id = ""
-    for least in (10, 30, 60):
-        with serving(tmp_path / "killed") as (process, client):
-            batch_id = batch_id or begin(client)
-            assert wait_for(client, batch_id, least)["status"] == "in_progress"
-            process.popen.send_signal(signal.SIGKILL)
-    with serving(tmp_path / "killed") as (process, client):
-        process.engine().kill()
-        batch = wait_for(client, batch_id, NUM_LINES)
-        assert results(client, batch) == whole
-        assert batch["request_counts"] == {"total": NUM_LINES, "completed": 90, "failed": 30}
+        batches: list[dict[str, Any]] = client.get("/v1/batches").json()["data"]
+        if all(batch["status"] in ("completed", "failed") for batch in batches):
+            return batches

@@ -260,22 +260,28 @@ def test_an_input_that_expires_is_kept_for_its_batch_over_a_restart(
         assert refused(lambda: client.files.retrieve(begun.input_file_id))[0] == 404, "its time is over"
 
 
-def test_a_batch_that_ends_servers_fails(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_ATTEMPTS", 1)
-    with LiveServer(FakeEngineClient(auto=False), state_dir=tmp_path).running() as first, sync_client(first) as client:
-        begun = begin(client, line("a"))
-        first.engine.wait_for(lambda: len(first.engine.submitted) == 1)
-    path = tmp_path / "batches" / f"{begun.id}.json"
-    record = json.loads(path.read_text())
-    assert record["attempts"] == [], "that server ended in order"
-    path.write_text(json.dumps(record | {"attempts": [0]}))
-    with sync_client(serve(FakeEngineClient(), state_dir=tmp_path)) as client:
-        batch = end_of(client, begun)
-        assert batch.status == "failed"
-        assert batch.errors is not None
-        assert batch.errors.data is not None
-        says = "1 servers in a row ended while they computed this batch, without a line of it"
-        assert [(error.code, error.message) for error in batch.errors.data] == [("generation_failed", says)]
+def test_a_line_that_ends_servers_fails_alone(serve: Serve, tmp_path: Path) -> None:
+    lines = [line(name, prompt="x" * num_tokens, max_tokens=3) for num_tokens, name in enumerate("abcd", 1)]
+    engine = FakeEngineClient(auto=False)
+    with LiveServer(engine, state_dir=tmp_path).running() as first, sync_client(first) as client:
+        batches = [begin(client, *lines), begin(client, line("e", prompt="xxxxx", max_tokens=3))]
+        engine.wait_for(lambda: len(engine.submitted) == 5)
+    paths = [tmp_path / "batches" / f"{batch.id}.results" for batch in batches]
+    marks = [f"{n} + \n" for n in range(1, 5)]
+    text, end = paths[0].read_text(), "0 - \n"
+    assert (sorted(text.removesuffix(end).splitlines(keepends=True)), text[-len(end) :]) == (marks, end), "in order"
+    for path, begun in zip(paths, (marks + marks[1:3] + marks[2:3] * 2, marks[:1]), strict=True):
+        path.write_text("".join(begun))
+    later = FakeEngineClient()
+    with sync_client(serve(later, state_dir=tmp_path)) as client:
+        (first_end, second_end) = (end_of(client, batch) for batch in batches)
+        assert [counts(first_end), counts(second_end)] == [(4, 3, 1), (1, 1, 0)]
+        [error] = results(client, first_end.error_file_id)
+    says = "4 servers in a row ended while they computed this request"
+    assert (error["custom_id"], error["response"]) == ("c", None)
+    assert error["error"] == {"code": "generation_failed", "message": says, "line": 3}
+    submitted = [len(request.prompt_token_ids) for request in later.submitted]
+    assert (submitted[0], sorted(submitted[1:])) == (2, [1, 4, 5]), "the suspect is first"
 
 
 def test_a_disk_that_is_full_for_a_while_costs_no_line(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,10 +289,10 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(serve: Serve, monkeypatch
     server, failures = serve(FakeEngineClient()), iter(range(5))
     append = server.batch_store._append
 
-    def fail(folder: Path, batch_id: str, data: bytes) -> None:
+    def fail(folder: Path, batch_id: str, data: bytes, **options: bool) -> None:
         if next(failures, None) is not None:
             raise OSError(28, "No space left on device")
-        append(folder, batch_id, data)
+        append(folder, batch_id, data, **options)
 
     monkeypatch.setattr(server.batch_store, "_append", fail)
     with sync_client(server) as client:
