@@ -1,13 +1,14 @@
-"""langchain-openai: chats and texts, whole, streamed and in batches; a conversation; the class of an overflow."""
+"""langchain-openai: chats and texts, whole, streamed, in batches; a conversation; an overflow; embeddings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.environments import Environment
-from tests.clients.servers import text_of
+from tests.clients.servers import post, served, text_of
 
 CLIENT = "langchain-openai"
 pytestmark = pytest.mark.clients
@@ -113,3 +114,28 @@ def test_tools_are_called_and_output_is_structured(client: Environment, tools: s
     assert found["arguments"][0] == found["arguments"][1]
     assert [set(made) for made in (*found["arguments"], *found["structured"])] == [{"city"}] * 4
     assert found["back"]
+
+
+def embed(url: str, words: list[str]) -> dict[str, Any]:
+    import asyncio
+
+    from langchain_openai import OpenAIEmbeddings
+
+    # Without this it sends the token ids that OpenAI's tokenizer has for the text, whatever the model.
+    plain: dict[str, Any] = {"check_embedding_ctx_length": False, "api_key": "none", "max_retries": 0}
+    model = OpenAIEmbeddings(model="tiny", base_url=url, chunk_size=2, **plain)
+    short = OpenAIEmbeddings(model="tiny", base_url=url, dimensions=8, **plain)
+    return {
+        "texts": [model.embed_documents(words), asyncio.run(model.aembed_documents(words))],
+        "query": model.embed_query(words[0]),
+        "short": short.embed_query(words[0]),
+    }
+
+
+def test_embeddings(client: Environment, chat_model: Path) -> None:
+    with served("--model", str(chat_model), "--served-model-name", "tiny", "--task", "embed") as url:
+        found = client.call(embed, url, WORDS)
+        vectors = [its["embedding"] for its in post(url, "embeddings", input=WORDS)["data"]]
+        [short] = post(url, "embeddings", input=WORDS[:1], dimensions=8)["data"]
+
+    assert found == {"texts": [vectors] * 2, "query": vectors[0], "short": short["embedding"]}

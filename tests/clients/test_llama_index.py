@@ -1,13 +1,14 @@
-"""LlamaIndex's OpenAILike: chats and texts, whole and streamed; a call of a tool; an answer of a type."""
+"""LlamaIndex's OpenAILike: chats and texts, whole and streamed; a call of a tool; an answer of a type; embeddings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.environments import Environment
-from tests.clients.servers import text_of
+from tests.clients.servers import post, served, text_of
 
 CLIENT = "llama-index"
 pytestmark = pytest.mark.clients
@@ -86,3 +87,24 @@ def test_a_tool_is_called_and_an_answer_has_its_type(client: Environment, caller
         "last": "It rains.",
         "typed": {"city": "Oslo"},
     }
+
+
+def embed(url: str, words: list[str]) -> dict[str, Any]:
+    import asyncio
+
+    from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+
+    model = OpenAILikeEmbedding(model_name="tiny", api_base=url, api_key="none", embed_batch_size=2, max_retries=0)
+    return {
+        "texts": [model.get_text_embedding_batch(words), asyncio.run(model.aget_text_embedding_batch(words))],
+        "query": model.get_query_embedding(words[0]),
+    }
+
+
+def test_embeddings(client: Environment, chat_model: Path) -> None:
+    words = ["The cat sat", "and the mat", "1000 years old"]
+    with served("--model", str(chat_model), "--served-model-name", "tiny", "--task", "embed") as url:
+        found = client.call(embed, url, words)
+        vectors = [its["embedding"] for its in post(url, "embeddings", input=words)["data"]]
+
+    assert found == {"texts": [vectors] * 2, "query": vectors[0]}
