@@ -31,6 +31,7 @@ _OLDER_NAMES = {
 """Of the flags of a pooling's config.json, behind `pooling_mode_`, to the modes."""
 _MAX_BYTES = 2**16
 MODULES_FILE = "modules.json"
+_TRANSFORMER_FILE = "sentence_bert_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def load_text_vector(folder: Path) -> TextVector:
     normalizes = False
     for kind, where in modules_of(path):
         if kind == "Transformer" and where in ("", "."):
+            _check_kinds(folder / _TRANSFORMER_FILE)
             continue
         if kind == "Pooling" and pooling is None:
             pooling = _pooling(folder / where)
@@ -79,6 +81,15 @@ def modules_of(path: Path) -> list[tuple[str, str]]:
             raise InvalidConfigError(f"{path}: each module must have {rule}, got {shown(module)}")
         found.append((kind.rpartition(".")[2], where))
     return found
+
+
+def _check_kinds(path: Path) -> None:
+    """Raise UnsupportedModelError if sentence-transformers makes chats of texts, as it does wherever it can."""
+    config = read_json_object(path, InvalidConfigError, max_bytes=_MAX_BYTES) if path.exists() else {}
+    kinds = config.get("modality_config")
+    if isinstance(kinds, dict) and "message" in kinds:
+        rule = "modality_config must not have message, by which texts become chats; without it they stay as they are"
+        raise UnsupportedModelError(f"{path.name}: {rule}, got {shown(list(kinds))}")
 
 
 def _pooling(folder: Path) -> Pooling:

@@ -71,3 +71,15 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(InvalidConfigError, match=r"modules\.json"):
         load_text_vector(tmp_path)
+
+
+def test_texts_that_would_become_chats_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, [TRANSFORMER, POOLING])
+    config = tmp_path / "sentence_bert_config.json"
+    config.write_text(json.dumps({"max_seq_length": 32, "modality_config": {"text": {}}}))
+    assert load_text_vector(tmp_path) == TextVector("last", normalizes=False)
+    config.write_text(json.dumps({"modality_config": {"text": {}, "message": {"format": "flat"}}}))
+    with pytest.raises(UnsupportedModelError) as refused:
+        load_text_vector(tmp_path)
+    rule = "modality_config must not have message, by which texts become chats; without it they stay as they are"
+    assert str(refused.value) == f"sentence_bert_config.json: {rule}, got ['text', 'message']"
