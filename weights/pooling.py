@@ -32,6 +32,7 @@ _OLDER_NAMES = {
 _MAX_BYTES = 2**16
 MODULES_FILE = "modules.json"
 _TRANSFORMER_FILE = "sentence_bert_config.json"
+_PROMPTS_FILE = "config_sentence_transformers.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,18 @@ def load_text_vector(folder: Path) -> TextVector:
     if pooling is None:
         raise UnsupportedModelError(f"{MODULES_FILE} must list a Pooling, got none")
     return TextVector(pooling, normalizes)
+
+
+def load_default_prompt(folder: Path) -> str | None:
+    """Return the prompt that texts get where nobody names one, None for none. Raises InvalidConfigError."""
+    config = read_json_object(folder / _PROMPTS_FILE, InvalidConfigError, required=False, max_bytes=_MAX_BYTES)
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if name is None:
+        return None
+    prompt = prompts.get(name) if isinstance(name, str) and isinstance(prompts, dict) else None
+    if not isinstance(prompt, str):
+        raise InvalidConfigError(f"{_PROMPTS_FILE}: default_prompt_name must name one of prompts, got {shown(name)}")
+    return prompt or None
 
 
 def modules_of(path: Path) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ It imports the libraries of tokenizers, which the application itself can do with
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,13 +13,16 @@ from gptserve.engine.process.client import EngineClient
 from gptserve.server.completions.grammar_checker import GrammarChecker
 from gptserve.server.completions.model import Model
 from gptserve.server.completions.pairs import pair_prompt
+from gptserve.server.core.errors import show
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.tools.dialect import dialect_of
 from gptserve.weights.chat.template import load_chat_template
 from gptserve.weights.classes import load_classes
-from gptserve.weights.pooling import TextVector, load_text_vector
+from gptserve.weights.pooling import TextVector, load_default_prompt, load_text_vector
 from gptserve.weights.tokenizers.info import load_tokenizer_info
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -33,6 +37,11 @@ def load_model(
     template = load_chat_template(folder, settings.chat_template)
     tokenizer, task = Tokenizer.of_model(folder), settings.engine.task
     classes = load_classes(folder, task) if task in ("classify", "score") else None
+    default_prompt = None if task == "generate" else load_default_prompt(folder)
+    if task == "embed" and default_prompt is not None:
+        logger.warning(
+            "texts are embedded without the folder's default prompt %s: clients add it", show(default_prompt)
+        )
     return Model(
         tuple(names),
         engine,
@@ -46,5 +55,5 @@ def load_model(
         name_patterns=settings.name_patterns,
         text_vector=load_text_vector(folder) if task == "embed" else TextVector(),
         text_classes=classes,
-        pair_prompt=None if classes is None else pair_prompt(tokenizer, template, classes),
+        pair_prompt=None if classes is None else pair_prompt(tokenizer, template, classes, default_prompt),
     )

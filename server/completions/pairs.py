@@ -96,25 +96,33 @@ def _texts(query: str, document: str, instruction: str | None) -> Mapping[str, s
     return {QUERY: query, DOCUMENT: document, INSTRUCTION: instruction or ""}
 
 
-def pair_prompt(tokenizer: Tokenizer, template: ChatTemplate | None, classes: TextClasses) -> PairPrompt:
-    """Return the prompts of a model. Raises UnsupportedModelError or ChatTemplateError."""
+def pair_prompt(
+    tokenizer: Tokenizer, template: ChatTemplate | None, classes: TextClasses, default_instruction: str | None = None
+) -> PairPrompt:
+    """Return the prompts of a model, whose folder may have an instruction. Raises UnsupportedModelError or
+    ChatTemplateError.
+    """
     if template is not None and all(role.search(template.source) for role in _ROLES):
         pair = [{"role": "query", "content": QUERY}, {"role": "document", "content": DOCUMENT}]
         plain = _form(tokenizer, template, pair, QUERY + DOCUMENT)
         try:
-            instruction = {"role": "system", "content": INSTRUCTION}
-            return PairPrompt(plain, _form(tokenizer, template, [instruction, *pair], QUERY + DOCUMENT + INSTRUCTION))
+            system = {"role": "system", "content": INSTRUCTION}
+            instructed = _form(tokenizer, template, [system, *pair], QUERY + DOCUMENT + INSTRUCTION)
+            if default_instruction is not None:
+                system = {"role": "system", "content": default_instruction}
+                plain = _form(tokenizer, template, [system, *pair], QUERY + DOCUMENT)
+            return PairPrompt(plain, instructed)
         except (UnsupportedModelError, ChatTemplateError):
             return PairPrompt(plain)
     if not classes.token_ids:
-        return PairPrompt(_bare(tokenizer))
+        return PairPrompt(_bare(tokenizer, default_instruction or ""))
     if template is None:
         raise UnsupportedModelError(
             "--task score asks the model in a chat, and this one has no chat template; start with --chat-template FILE"
         )
     default, asked = (
         _form(tokenizer, template, _question(instruction), QUERY + DOCUMENT + slots)
-        for instruction, slots in ((DEFAULT_INSTRUCTION, ""), (INSTRUCTION, INSTRUCTION))
+        for instruction, slots in ((default_instruction or DEFAULT_INSTRUCTION, ""), (INSTRUCTION, INSTRUCTION))
     )
     return PairPrompt(default, asked)
 
@@ -156,11 +164,13 @@ def _check(tokenizer: Tokenizer, form: Form, text: str) -> None:
         raise UnsupportedModelError("the texts of a pair are not tokens of their own within this model's chat template")
 
 
-def _bare(tokenizer: Tokenizer) -> Form:
-    """Return the query, then the document, between the tokens that begin and end a prompt."""
+def _bare(tokenizer: Tokenizer, begin: str) -> Form:
+    """Return a text, the query, then the document, between the tokens that begin and end a prompt."""
     sample = "a"
     alone, prompt = tokenizer.encode(sample), tokenizer.encode_prompt(sample)
     start = next((i for i in range(len(prompt)) if prompt[i : i + len(alone)] == alone), None)
     if start is None:
         raise UnsupportedModelError("the tokens of a prompt are not those of its text and others around them")
-    return Form((tuple(prompt[:start]), (QUERY, DOCUMENT), tuple(prompt[start + len(alone) :])))
+    return Form(
+        (tuple(prompt[:start]), tuple(filter(None, (begin, QUERY, DOCUMENT))), tuple(prompt[start + len(alone) :]))
+    )

@@ -75,22 +75,26 @@ def test_vectors_are_its_own(client: Environment, padded_model: Path, tmp_path: 
             assert [pytest.approx(its, abs=TOLERANCE) for its in expected] == vector
 
 
-def score(source: str, target: str, query: str, documents: list[str]) -> list[float]:
+def score(source: str, target: str, instruction: str, query: str, documents: list[str]) -> list[float]:
     from sentence_transformers import CrossEncoder
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.cross_encoder.modules import LogitScore
 
     body = Transformer(source, transformer_task="text-generation")
     yes, no = body.tokenizer.convert_tokens_to_ids(["b", "a"])
-    CrossEncoder(modules=[body, LogitScore(yes, no)], device="cpu").save(target)
+    prompts = {"prompts": {"q": instruction}, "default_prompt_name": "q"} if instruction else {}
+    CrossEncoder(modules=[body, LogitScore(yes, no)], device="cpu", **prompts).save(target)
     model = CrossEncoder(target, device="cpu")
     return [float(its) for its in model.predict([(query, text) for text in documents])]
 
 
-def test_scores_of_a_reranker_are_its_own(client: Environment, padded_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("instruction", ["", "Find what purrs"])
+def test_scores_of_a_reranker_are_its_own(
+    client: Environment, padded_model: Path, tmp_path: Path, instruction: str
+) -> None:
     source = shutil.copytree(padded_model, tmp_path / "source")
     (source / "chat_template.jinja").write_text(RERANKER)
-    expected = client.call(score, str(source), str(tmp_path / "model"), "a cat", TEXTS)
+    expected = client.call(score, str(source), str(tmp_path / "model"), instruction, "a cat", TEXTS)
 
     assert json.loads((tmp_path / "model" / "modules.json").read_text())[1]["type"].endswith("LogitScore")
     with served("--model", str(tmp_path / "model"), "--task", "score", "--dtype", "float32") as url:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
-from gptserve.weights.pooling import Pooling, TextVector, load_text_vector
+from gptserve.weights.pooling import Pooling, TextVector, load_default_prompt, load_text_vector
 
 MODELS = "sentence_transformers.models"
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": f"{MODELS}.Transformer"}
@@ -83,3 +83,28 @@ def test_texts_that_would_become_chats_are_refused(tmp_path: Path) -> None:
         load_text_vector(tmp_path)
     rule = "modality_config must not have message, by which texts become chats; without it they stay as they are"
     assert str(refused.value) == f"sentence_bert_config.json: {rule}, got ['text', 'message']"
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt"),
+    [
+        ({}, None),
+        ({"prompts": {"query": "Q: "}, "default_prompt_name": None}, None),
+        ({"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": "query"}, "Q: "),
+        ({"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": "document"}, None),
+    ],
+)
+def test_a_default_prompt_is_read(tmp_path: Path, config: dict[str, Any], prompt: str | None) -> None:
+    assert load_default_prompt(tmp_path) is None
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(config))
+    assert load_default_prompt(tmp_path) == prompt
+
+
+@pytest.mark.parametrize("prompts", [None, {}, {"query": 1}])
+def test_a_default_prompt_must_be_there(tmp_path: Path, prompts: object) -> None:
+    config = {"prompts": prompts, "default_prompt_name": "query"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidConfigError) as refused:
+        load_default_prompt(tmp_path)
+    rule = "default_prompt_name must name one of prompts, got 'query'"
+    assert str(refused.value) == f"config_sentence_transformers.json: {rule}"

@@ -103,3 +103,11 @@ def test_a_model_that_says_yes_needs_a_template() -> None:
     )
     with pytest.raises(UnsupportedModelError, match=message):
         pair_prompt(TOKENIZER, None, OF_TOKENS)
+
+
+def test_the_instruction_of_a_folder_is_the_default(templates: dict[str, ChatTemplate]) -> None:
+    of_roles = pair_prompt(TOKENIZER, templates["roles"], OF_TOKENS, "find it")
+    assert encode(of_roles) == encode(of_roles, "find it") != encode(of_roles, "i")
+    of_chat = pair_prompt(TOKENIZER, templates["chatml"], OF_TOKENS, "find it")
+    assert encode(of_chat) == TOKENIZER.encode_with_special(CARD.format(instruction="find it", query="q", document="d"))
+    assert encode(pair_prompt(TOKENIZER, None, OF_HEAD, "find it: ")) == TOKENIZER.encode_prompt("find it: qd")
