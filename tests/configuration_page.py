@@ -14,10 +14,10 @@ from gptserve.server.core.settings import Option, as_text, server_options
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
 
-This page lists every setting of `gptserve serve`. It is generated from the code by `make docs`.
+These are all settings of `gptserve serve`, written by `make docs`.
 
-Set each one by its flag, its variable, or a key of the TOML file that `--config` names: the flag without its first
-dashes. The command line wins over the environment, the environment over the file. Unknown names are errors.
+Set each by its flag, its variable, or the flag without its first dashes in the TOML file of `--config`; the first of
+these wins. Unknown names are errors.
 
 ```toml
 # gptserve.toml
@@ -29,15 +29,15 @@ api-key-file = "/run/secrets/keys"
 ```sh
 gptserve serve --config gptserve.toml    # the settings of the file
 gptserve config --config gptserve.toml   # check them and print each with its source; loads nothing
-gptserve doctor --config gptserve.toml   # also serve the model for a moment and report on device, kernels and memory
-gptserve health --config gptserve.toml   # ask the server that runs with these settings for its health; status 0 or 1
+gptserve doctor --config gptserve.toml   # also serve the model for a moment and report
+gptserve health --config gptserve.toml   # ask the server with these settings for its health; status 0 or 1
 ```
 
 A switch is `--playground` or `--no-playground`, and `true` or `false` in variables and files. Sizes are bytes: `4096`,
 `512MiB`, `2GiB`. Settings that end in `timeout`, `interval`, `ttl` or `time` are seconds. A setting that can be given
 several times is a list in the file; a variable gives one value.
 
-The log shows at the start what was set and where, and with `--log-level debug` all values. Neither the log nor
+The log shows what was set and where; with `--log-level debug` all values. Neither the log nor
 `gptserve config` shows keys. A wrong setting ends the start with status 2, any other failure with status 1.
 """
 HEAD = """
@@ -51,6 +51,7 @@ OTHERS = """
 
 | Variable | Read by | Meaning |
 |---|---|---|
+| `GPTSERVE_CLUSTER_KEY` | `gptserve serve` with `--nnodes` | a secret, 16 characters or more |
 | `GPTSERVE_URL` | `gptserve chat`, `complete` | URLs to ask, with commas (default: this machine at `GPTSERVE_PORT`) |
 | `HF_HUB_OFFLINE` | the hub's library | 1: use only models that are in the cache |
 | `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME` and others | OpenTelemetry | keys, names and sampling of traces |

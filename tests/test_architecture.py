@@ -221,6 +221,7 @@ def test_only_the_command_line_reads_settings_from_the_environment() -> None:
 
     of_processes = {
         "engine/child.py",  # how torch's threads wait
+        "engine/parallel/links.py",  # the key of nodes, which is no option
         "weights/confinement.py",  # where libraries lie
         "weights/gguf/folder.py",  # the cache, as huggingface_hub finds its own
         "weights/workers.py",  # which part of it a worker gets

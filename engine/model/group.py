@@ -6,8 +6,10 @@ layers.py and decoder.py call them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -38,29 +40,59 @@ def choose_order(config: EngineConfig, device: torch.device) -> SumOrder:
     return "ranks" if device.type == "cpu" or config.batch_invariant else "library"
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where ranks find each other before they compute.
+
+    On one machine that is the file `place`, which nobody has made before. With a port it is a TCP port of the host
+    `place`, where the first rank answers the others.
+    """
+
+    place: str
+    port: int | None = None
+    address: str = "127.0.0.1"
+    """Of this rank's machine, as the other ranks reach it."""
+    listener: int | None = None
+    """The descriptor of a socket that listens at the port, in the process of the first rank."""
+
+    def store(self, size: int) -> Any:
+        """Return the store in which size ranks tell each other their addresses."""
+        if self.port is None:
+            return dist.FileStore(self.place, size)  # type: ignore[attr-defined]
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.place,
+            self.port,
+            is_master=self.listener is not None,
+            timeout=_MEETING_LIMIT,
+            wait_for_workers=False,
+            master_listen_fd=None if self.listener is None else os.dup(self.listener),
+            use_libuv=False,  # few ranks gain nothing by it, and it keeps a pipe for ever
+        )
+
+
 class Group:
-    """Joins ranks that meet at `path`, a file that nobody has made before.
+    """Joins the ranks of a Meeting.
 
     In the order "ranks" each rank gathers the terms of a sum, adds them in fp32, and rounds once. So the bits of a row
     do not depend on the other rows. In that of a library they do: a ring begins the sum of each piece of a tensor at
     another rank, and NCCL chooses its algorithm by the size of the tensor.
     """
 
-    def __init__(self, share: Share, path: str, device: torch.device, order: SumOrder) -> None:
-        self._share, self._path, self._device, self._order = share, path, device, order
+    def __init__(self, share: Share, meeting: Meeting, device: torch.device, order: SumOrder) -> None:
+        self._share, self._meeting, self._device, self._order = share, meeting, device, order
         self._group: Any = None  # torch's stubs of its groups have no methods
 
     def meet(self) -> None:
         """Wait until all ranks have called this. Before, this rank is alone, and a sum is its term."""
         rank, size = self._share.rank, self._share.size
         with _lost():
-            store = dist.FileStore(self._path, size)  # type: ignore[attr-defined]
+            store = self._meeting.store(size)
             store.set_timeout(_MEETING_LIMIT)
             if self._device.type == "cuda":
                 self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
             else:
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._meeting.address)]
                 self._group = dist.ProcessGroupGloo(store, rank, size, options)
         self.broadcast_(torch.zeros(1, device=self._device))  # NCCL connects at the first call of each kind
         self.sum(torch.zeros(1, device=self._device))

@@ -1,10 +1,23 @@
-"""What the first rank and the others tell each other, over one pipe each."""
+"""What the first rank and the others tell each other, over one connection each: a pipe, or TCP between nodes.
+
+On the wire a message is its name and its fields as JSON, then the bytes of its arrays. It is no pickle, so that reading
+one runs no code of whoever wrote it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
 
 from gptserve.engine.staging import Array
+
+_LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +26,8 @@ class Loaded:
 
     warnings: tuple[str, ...]
     """What it has warned of until now."""
+    digest: str = ""
+    """Of the weights that its node has (Checkpoint.digest); empty on the first node, where all read the same files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +71,43 @@ class Failed:
     """From a rank, its last message: why it ends."""
 
     cause: str
+
+
+Message = Loaded | Memory | Cache | Finding | Step | Failed
+
+_KINDS: Mapping[str, type[Message]] = {kind.__name__: kind for kind in (Loaded, Memory, Cache, Finding, Step, Failed)}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as it is sent."""
+    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(message)}
+    arrays: tuple[Array, ...] = values.pop("arrays", ())
+    shapes = [(array.dtype.str, array.shape) for array in arrays]
+    head = json.dumps([type(message).__name__, values, shapes]).encode()
+    return b"".join((len(head).to_bytes(_LENGTH_BYTES, "little"), head, *(array.tobytes() for array in arrays)))
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that was encoded; its arrays are writable."""
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    name, values, shapes = json.loads(data[_LENGTH_BYTES:start])
+    arrays: list[Array] = []
+    for dtype, shape in shapes:
+        flat = np.frombuffer(data, dtype, math.prod(shape), start)
+        arrays.append(flat.reshape(shape).copy())
+        start += flat.nbytes
+    if name == Step.__name__:
+        values["arrays"] = tuple(arrays)
+    elif name == Loaded.__name__:
+        values["warnings"] = tuple(values["warnings"])
+    return _KINDS[name](**values)
+
+
+def send(connection: Connection, message: Message) -> None:
+    """Send the message. Raises OSError if the other end is gone."""
+    connection.send_bytes(encode(message))
+
+
+def receive(connection: Connection) -> Any:
+    """Return the next message. Raises EOFError or OSError if the other end is gone."""
+    return decode(connection.recv_bytes())

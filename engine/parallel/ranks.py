@@ -1,4 +1,4 @@
-"""The other ranks of a tensor-parallel engine, as the first one has them: child processes that compute with it.
+"""The other ranks of a tensor-parallel engine, as the first one has them: processes here and on other nodes.
 
 The first rank is the engine itself. It sends each step to the others (worker.py), and all meet in the Group of
 group.py. The others may get a step while they compute the one before (overlap.py): they need no token ids, as the first
@@ -12,15 +12,13 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,17 +27,18 @@ from typing import Any
 import torch
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
+from gptserve.engine.child import ENGINE_NAME, RANK_DIED, start_deaf
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
-from gptserve.engine.model.group import Group, RankLostError, choose_order
-from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
+from gptserve.engine.model.group import Group, Meeting, RankLostError, choose_order
+from gptserve.engine.parallel.links import ChildLink, Link, NodeLink, accept_ranks, cluster_key, listen
+from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Message, Step, encode, receive
 from gptserve.engine.parallel.worker import run_rank
+from gptserve.engine.runner.fingerprint import weights_digest
 from gptserve.engine.runner.kv_cache import cache_memory_bytes
 from gptserve.engine.staging import Array
 from gptserve.weights.sharding import Share
 
-_EXIT_LIMIT_S = 5.0  # a rank's process must end within this after its pipe has
 _CAUSE_LIMIT_S = 10.0  # a rank that is lost to the others is dead, and its end known, within this
 
 logger = logging.getLogger(__name__)
@@ -48,8 +47,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Rank:
     number: int
-    process: SpawnProcess
-    connection: Connection
+    link: Link
     inbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """Its messages, then None."""
 
@@ -81,25 +79,38 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, device: torch.device, warnings: Collection[str] = ()) -> None:
         """Start the ranks. `warnings` are those of this rank, to which loading may add; others do not repeat them."""
-        size = config.tensor_parallel_size
-        if device.type == "cuda" and size > (most := torch.cuda.device_count()):
+        size, num_local = config.tensor_parallel_size, config.num_local_ranks
+        if config.node_rank > 0:
+            raise InvalidConfigurationError(f"node_rank must be 0 but for `gptserve serve`, got {config.node_rank}")
+        if device.type == "cuda" and num_local > (most := torch.cuda.device_count()):
+            each = f" of each of {config.nnodes} nodes" if config.nnodes > 1 else ""
             raise InvalidConfigurationError(
-                f"tensor_parallel_size must be at most the number of CUDA devices ({most}), got {size}"
+                f"tensor_parallel_size must be at most the number of CUDA devices ({most}){each}, got {size}"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="gptserve-ranks-")
-        path = str(Path(self._folder.name) / "meeting")
-        self.group = Group(Share(0, size), path, device, choose_order(config, device))
+        meeting, nodes = Meeting(str(Path(self._folder.name) / "meeting")), dict[int, NodeLink]()
+        own, self._store = meeting, contextlib.ExitStack()
+        if config.nnodes > 1:
+            key, store = cluster_key(), self._store.enter_context(listen(str(config.master_addr), 0))
+            address, port = store.getsockname()[:2]
+            meeting = Meeting(address, port, address)
+            own = replace(meeting, listener=store.fileno())
+            nodes = accept_ranks(config, key, port)
+        self.group = Group(Share(0, size), own, device, choose_order(config, device))
         self._config, self._device, self._warnings = config, device, warnings
         self._is_engine = multiprocessing.current_process().name == ENGINE_NAME
         self._end = _End()
         self._ranks: list[_Rank] = []
         threads: list[threading.Thread] = []
         self.close: Callable[[], object] = Finalize(
-            self, _close, args=(self._ranks, threads, self._end, self._folder), exitpriority=1
+            self, _close, args=(self._ranks, threads, self._end, self._folder, self._store), exitpriority=1
         )
         for number in range(1, size):
-            rank, theirs = _make(config, Share(number, size), path)
             started: Future[None] = Future()
+            if number in nodes:
+                rank, theirs = _Rank(number, nodes[number]), None
+            else:
+                rank, theirs = _make(config, Share(number, size), meeting)
             arguments = (rank, theirs, started, self._ranks, self._end)
             threads.append(threading.Thread(target=_run, args=arguments, name=f"gptserve-rank-{number}", daemon=True))
             threads[-1].start()
@@ -113,6 +124,8 @@ class Ranks:
         """
         for rank in self._ranks:
             loaded: Loaded = self._receive(rank)
+            if rank.number >= self._config.num_local_ranks and loaded.digest != weights_digest(self._config):
+                raise InvalidConfigurationError(f"rank {rank.number} has other weights than the first node")
             for warning in loaded.warnings:
                 if warning not in self._warnings:
                     logger.warning("rank %d: %s", rank.number, warning)
@@ -120,6 +133,7 @@ class Ranks:
         self._check()  # one may have died before this
         with self.together():
             self.group.meet()
+        self._store.close()  # the group's store has a descriptor of its own
         self._end.takes_engine = False
         others: list[Memory] = [self._receive(rank) for rank in self._ranks]
         self._folder.cleanup()  # only now: until a rank has met all others, it reads their addresses there
@@ -134,7 +148,7 @@ class Ranks:
 
         From here on the death of a rank is the engine's.
         """
-        self._send(pickle.dumps(Cache(num_blocks, max_model_len, has_graphs)))
+        self._send(Cache(num_blocks, max_model_len, has_graphs))
         for rank in self._ranks:
             self._receive(rank)
         self._end.takes_engine = self._is_engine
@@ -145,7 +159,7 @@ class Ranks:
             finding: Finding = self._receive(rank)
             if finding.obstacle is not None:
                 found = found or f"of rank {rank.number}: {finding.obstacle}"
-        self._send(pickle.dumps(Finding(found)))
+        self._send(Finding(found))
         return found
 
     @contextmanager
@@ -153,7 +167,7 @@ class Ranks:
         """Have the ranks compute these arrays while the caller does, by their graphs of this size if it is given."""
         step = Step(tuple(arrays), graph_size, torch.get_num_threads(), native.num_threads())
         with self.together():
-            self._send(pickle.dumps(step, pickle.HIGHEST_PROTOCOL))
+            self._send(step)
             yield
 
     @contextmanager
@@ -180,11 +194,12 @@ class Ranks:
             _kill(self._ranks)
             raise EngineDiedError(self._end.cause)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, message: Message) -> None:
         self._check()
+        data = encode(message)
         with contextlib.suppress(OSError):  # a dead rank; its watch says why
             for rank in self._ranks:
-                rank.connection.send_bytes(data)
+                rank.link.connection.send_bytes(data)
 
     def _receive(self, rank: _Rank) -> Any:
         message = rank.inbox.get()
@@ -193,20 +208,25 @@ class Ranks:
         return message
 
 
-def _make(config: EngineConfig, share: Share, path: str) -> tuple[_Rank, Connection]:
-    """Return a rank that has not been started, and its end of the pipe."""
+def _make(config: EngineConfig, share: Share, meeting: Meeting) -> tuple[_Rank, Connection]:
+    """Return a rank of this node that has not been started, and its end of the pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (os.getpid(), config, share, path, theirs)
+    arguments = (os.getpid(), config, share, meeting, theirs)
     process = context.Process(target=run_rank, args=arguments, name=f"gptserve-rank-{share.rank}")
-    return _Rank(share.rank, process, ours), theirs
+    return _Rank(share.rank, ChildLink(share.rank, process, ours)), theirs
 
 
-def _run(rank: _Rank, theirs: Connection, started: Future[None], ranks: Sequence[_Rank], end: _End) -> None:
-    """Start the rank and watch it to its end: the system kills it when the thread that started it ends."""
+def _run(rank: _Rank, theirs: Connection | None, started: Future[None], ranks: Sequence[_Rank], end: _End) -> None:
+    """Start the rank, if it is of this node, and watch it to its end.
+
+    The system kills it when the thread that started it ends.
+    """
     try:
-        with theirs:  # once the child holds the only copy, the pipe ends with the child
-            start_deaf(rank.process)
+        if theirs is not None:
+            assert isinstance(rank.link, ChildLink)
+            with theirs:  # once the child holds the only copy, the pipe ends with the child
+                start_deaf(rank.link.process)
     except BaseException as error:
         started.set_exception(error)
         return
@@ -218,14 +238,11 @@ def _watch(rank: _Rank, ranks: Sequence[_Rank], end: _End) -> None:
     """Take the rank's messages to its inbox; when it ends, end the others."""
     cause = None
     with contextlib.suppress(EOFError, OSError):
-        while not isinstance(message := rank.connection.recv(), Failed):
+        while not isinstance(message := receive(rank.link.connection), Failed):
             rank.inbox.put(message)
         cause = f"rank {rank.number} failed: {message.cause}"
-    rank.process.join(_EXIT_LIMIT_S)
-    if rank.process.is_alive():
-        rank.process.kill()
-        rank.process.join()
-    if end.set(cause or describe_exit(f"rank {rank.number}", rank.process.exitcode)[0]):
+    how = rank.link.wait()
+    if end.set(cause or how):
         logger.error("%s; the engine ends with it", end.cause)
         if end.takes_engine:
             os._exit(RANK_DIED + rank.number)
@@ -235,7 +252,7 @@ def _watch(rank: _Rank, ranks: Sequence[_Rank], end: _End) -> None:
 
 def _kill(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
-        rank.process.kill()
+        rank.link.kill()
 
 
 def _close(
@@ -243,6 +260,7 @@ def _close(
     threads: Sequence[threading.Thread],
     end: _End,
     folder: tempfile.TemporaryDirectory[str],
+    store: contextlib.ExitStack,
 ) -> None:
     end.set("the engine was closed")
     _kill(ranks)
@@ -250,7 +268,6 @@ def _close(
         if thread is not threading.current_thread():
             thread.join()
     for rank in ranks:
-        rank.connection.close()
-        rank.process.join()  # where this is the thread that watches it, nobody has
-        rank.process.close()
+        rank.link.close()
     folder.cleanup()
+    store.close()

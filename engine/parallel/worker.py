@@ -1,14 +1,13 @@
 """A rank beyond the first: it computes its share of the layers for each step that the first rank sends, and no more.
 
 It has its heads' KV cache, and graphs of its decoding steps. It knows no requests, vocabulary or sampling. ranks.py
-starts it as a child process.
+starts it as a child process of the first rank, node.py on another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -23,10 +22,11 @@ from gptserve.engine.errors import explain
 from gptserve.engine.model.attention import AttentionMetadata
 from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.decoder import Layers
-from gptserve.engine.model.group import Group, RankLostError, choose_order
+from gptserve.engine.model.group import Group, Meeting, RankLostError, choose_order
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
-from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
+from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step, receive, send
+from gptserve.engine.runner.fingerprint import weights_digest
 from gptserve.engine.runner.hardware import set_num_threads
 from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.runner.products import Linears
@@ -35,7 +35,7 @@ from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
 
 
-def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, connection: Connection) -> None:
+def run_rank(parent_pid: int, config: EngineConfig, share: Share, meeting: Meeting, connection: Connection) -> None:
     """Run in the rank's process until the first rank closes the connection or dies."""
     errors = logging.StreamHandler()
     errors.setLevel(logging.ERROR)
@@ -44,34 +44,37 @@ def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, con
         end_with_parent(parent_pid)
         try:
             with torch.inference_mode():
-                _serve(config, share, path, connection, warnings.messages)
+                _serve(config, share, meeting, connection, warnings.messages)
         except RankLostError:
-            connection.recv()  # the first rank knows which one, and ends all others
+            connection.recv_bytes()  # the first rank knows which one, and ends all others
         except (EOFError, ConnectionError):
             raise
         except Exception as error:
-            connection.send(Failed(explain(error)))
+            send(connection, Failed(explain(error)))
 
 
-def _serve(config: EngineConfig, share: Share, path: str, connection: Connection, warnings: Sequence[str]) -> None:
+def _serve(
+    config: EngineConfig, share: Share, meeting: Meeting, connection: Connection, warnings: Sequence[str]
+) -> None:
     num_threads = set_num_threads(config)
     torch.set_num_threads(1)  # until a step says how many
     setup = set_up(config, share, num_threads)
     device, dtype, model, backend, operations = setup.device, setup.dtype, setup.model, setup.backend, setup.operations
-    group = Group(share, path, device, choose_order(config, device))
+    group = Group(share, meeting, device, choose_order(config, device))
     with loading_threads(num_threads):
         linears = Linears(num_layers=model.num_layers, call_rows=setup.products.call_rows)
         # Nothing else may hold the stream, as it holds its last tensor.
         layers = Layers(
             model, StreamedTensors(setup.stream(), linears, group=group, operations=operations), backend, device
         )
-    connection.send(Loaded(tuple(warnings)))
+    digest = weights_digest(config) if share.rank >= config.num_local_ranks else ""
+    send(connection, Loaded(tuple(warnings), digest))
     group.meet()
-    connection.send(Memory(*cache_memory_bytes(config, device, 0)))
-    plan: Cache = connection.recv()
+    send(connection, Memory(*cache_memory_bytes(config, device, 0)))
+    plan: Cache = receive(connection)
     cache = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     layers.set_max_model_len(plan.max_model_len, device)
-    connection.send(plan)
+    send(connection, plan)
 
     def compute(token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = torch.empty(len(positions_T), model.hidden_size, dtype=dtype, device=device)
@@ -85,7 +88,7 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
         if _record(steps, found, model.vocab_size, device, connection) is not None:
             steps = None
     while True:
-        step: Step = pickle.loads(connection.recv_bytes())
+        step: Step = receive(connection)
         torch.set_num_threads(step.num_torch_threads)
         native.set_num_threads(step.num_threads)
         if step.graph_size is None:
@@ -104,8 +107,8 @@ def _record(
     """Record the steps while the first rank does (capture_decoding); return what kept a rank from it, or None."""
 
     def agree(found: str | None) -> str | None:
-        connection.send(Finding(found))
-        finding: Finding = connection.recv()
+        send(connection, Finding(found))
+        finding: Finding = receive(connection)
         return finding.obstacle
 
     capture = capture_of(device)

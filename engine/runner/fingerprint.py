@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.config import Quantization
+from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.layout import Span, StepArrays, lay_out
 from gptserve.engine.model.operations import Operations
@@ -22,7 +22,10 @@ from gptserve.engine.runner.batch_invariance import Products
 from gptserve.engine.runner.memory import weight_types
 from gptserve.engine.runner.products import Product, build_of, product_of
 from gptserve.version import installed_version
+from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import load_config
+from gptserve.weights.sharding import Share
 
 _PROBE_TOKENS = 8
 """Tokens of the sample: enough for attention over several keys."""
@@ -71,6 +74,11 @@ def numeric_causes(
         "precision of products": torch.get_float32_matmul_precision(),
         "gptserve": installed_version(),
     }
+
+
+def weights_digest(config: EngineConfig) -> str:
+    """Return the digest of the weights on this machine, by which nodes know that they have the same."""
+    return Checkpoint(config.model_dir, load_config(config.model_dir), Share(0, config.tensor_parallel_size)).digest
 
 
 def sample_numbers(

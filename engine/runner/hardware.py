@@ -27,7 +27,7 @@ def set_num_threads(config: EngineConfig) -> int:
     """
     num_cpus = usable_cpus()
     num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
-    num_threads = max(1, num_threads // config.tensor_parallel_size)
+    num_threads = max(1, num_threads // config.num_local_ranks)
     torch.set_num_threads(num_threads)
     native.set_num_threads(num_threads)
     logger.debug("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)

@@ -80,5 +80,5 @@ def cache_memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes
         free, total = torch.cuda.mem_get_info(device)
         free = max(0, free - scratch_bytes)
         return free, max(0, int(free - (1 - config.gpu_memory_utilization) * total))
-    free = max(0, available_memory_bytes() // config.tensor_parallel_size - scratch_bytes)
+    free = max(0, available_memory_bytes() // config.num_local_ranks - scratch_bytes)
     return free, int(free * CPU_MEMORY_SHARE)

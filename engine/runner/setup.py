@@ -57,7 +57,7 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     """
     device = choose_device(config)
     if device.type == "cuda":
-        torch.cuda.set_device(share.rank)  # which "cuda" means from here on
+        torch.cuda.set_device(share.rank % config.num_local_ranks)  # which "cuda" means from here on
     set_up_device(config, device)
     dtype = choose_dtype(config, device)
     whole = load_config(config.model_dir, "refuse" if config.strict_config else "warn")

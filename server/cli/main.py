@@ -247,8 +247,10 @@ def _doctor(options: argparse.Namespace) -> int:
     from gptserve.server.cli.doctor import examine
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPTSERVE_")}
-    status = 0
-    for verdict, text in examine(_settings(options), environment):
+    settings, status = _settings(options), 0
+    if settings.engine.nnodes > 1:
+        raise SettingsError(f"doctor examines one machine, got nnodes {settings.engine.nnodes}")
+    for verdict, text in examine(settings, environment):
         print_text([f"{verdict:4}  {text}"])
         status = EXIT_FAILURE if verdict == "fail" else status
     return status
@@ -278,8 +280,17 @@ def _serve(options: argparse.Namespace) -> int:
     for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
         if os.environ.pop(variable, None) is not None:  # the metrics would be files that outlive the server
             logger.info("ignoring %s: this server is one process", variable)
-    if not (settings.needs_key or settings.is_local):
+    if not (settings.needs_key or settings.is_local or settings.engine.node_rank):
         logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
+    engine = settings.engine
+    if engine.nnodes > 1:
+        place = f"{engine.master_addr} port {engine.master_port}"
+        logger.warning("ranks talk over TCP, without encryption, with %s: use trusted networks only", place)
+    if engine.node_rank > 0:
+        from gptserve.server.cli.node import serve_node
+
+        serve_node(settings)
+        return 0
     try:
         return serve(settings)
     except StartError as error:

@@ -201,7 +201,7 @@ class ServerSettings:
         ):
             if needs_key and not self.needs_key:
                 raise SettingsError(f"{name} needs api-key or api-key-file, got neither")
-        for name in ("max-engine-restarts", "engine-stall-timeout", "engine-load-timeout"):
+        for name in ("max-engine-restarts", "engine-stall-timeout", "engine-load-timeout", "nnodes"):
             if self.in_process and name in self.sources:
                 raise SettingsError(f"{name} needs an engine in a process of its own, got in-process")
         if not all(self.served_model_names):

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.parallel.links import CLUSTER_KEY, cluster_key
 from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.settings import VARIABLE_PREFIX, Option, ServerSettings, server_options
 from gptserve.server.core.settings_extras import SettingsError
 
 CLIENT_VARIABLE = "GPTSERVE_URL"
-"""The one variable that is no option of `serve`: the commands that ask a server read it."""
+"""No option of `serve`: the commands that ask a server read it."""
+_NO_OPTIONS = (CLIENT_VARIABLE, CLUSTER_KEY)
 # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, as NAME=VALUE. GPTSERVE_PORT
 # is also a setting: only its value tells whether it is the address of a Service.
 _INJECTED = re.compile(
@@ -57,6 +59,8 @@ def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -
     of_engine = {options[name].field: value for name, value in values.items() if options[name].of_engine}
     try:
         engine = EngineConfig(model_dir=Path(str(values.get("model", ""))), **of_engine)  # type: ignore[arg-type]
+        if engine.nnodes > 1:
+            cluster_key(environment)
         return ServerSettings(engine=engine, sources=sources, **of_server)  # type: ignore[arg-type]
     except (InvalidConfigurationError, KeyFileError) as error:
         raise SettingsError(str(error)) from None
@@ -80,7 +84,7 @@ def _from_environment(options: Mapping[str, Option], environment: Mapping[str, s
     injected = injected_variables(environment)
     given: dict[str, tuple[object, str]] = {}
     for variable, value in environment.items():
-        if not variable.startswith(VARIABLE_PREFIX) or variable in injected or variable == CLIENT_VARIABLE:
+        if not variable.startswith(VARIABLE_PREFIX) or variable in injected or variable in _NO_OPTIONS:
             continue
         if variable not in names:
             raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")

@@ -11,6 +11,8 @@ import pytest
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 
+NODES: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -30,6 +32,22 @@ from gptserve.engine.errors import InvalidConfigurationError
         ({"max_queue_time_s": 0.0}, "max_queue_time_s must be a number of seconds over 0, got 0.0"),
         ({"max_queue_time_s": math.inf}, "max_queue_time_s must be a number of seconds over 0, got inf"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be in (0, 1], got 1.1"),
+        ({"nnodes": 0}, "nnodes must be an integer of at least 1, got 0"),
+        ({"nnodes": 2}, "tensor_parallel_size must be a multiple of nnodes (2), got 1"),
+        ({**NODES, "tensor_parallel_size": 3}, "tensor_parallel_size must be a multiple of nnodes (2), got 3"),
+        ({**NODES, "node_rank": 2}, "node_rank must be in [0, nnodes), where nnodes is 2, got 2"),
+        ({"node_rank": 1}, "node_rank must be in [0, nnodes), where nnodes is 1, got 1"),
+        ({**NODES, "node_rank": -1}, "node_rank must be in [0, nnodes), where nnodes is 2, got -1"),
+        ({**NODES, "master_port": 0}, "master_port must be in [1, 65535], got 0"),
+        ({"master_port": 5}, "master_port must be left alone where nnodes is 1, got 5"),
+        ({"master_addr": "::1"}, "master_addr must be None where nnodes is 1, got '::1'"),
+        *(
+            (
+                {**NODES, "master_addr": address},
+                f"master_addr must be the one address of the first node that the others reach, got {address!r}",
+            )
+            for address in (None, "", "0.0.0.0", "::")
+        ),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},
             "max_num_batched_tokens must be at least max_num_seqs (64), got 63",
@@ -44,3 +62,7 @@ def test_a_setting_that_breaks_a_rule_is_named_with_rule_and_value(options: dict
 
 def test_the_defaults_keep_the_rules() -> None:
     assert EngineConfig(model_dir=Path()).block_size == 16
+
+
+def test_nodes_share_the_ranks_evenly() -> None:
+    assert EngineConfig(Path(), **NODES | {"tensor_parallel_size": 8}).num_local_ranks == 4

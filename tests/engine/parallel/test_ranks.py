@@ -282,7 +282,7 @@ def process_of_rank(runner: ModelRunner) -> Any:
     """Return the process of the only other rank; its watch reaps it, so nobody else may wait for it."""
     assert runner._ranks is not None
     (rank,) = runner._ranks._ranks
-    return rank.process
+    return rank.link.process
 
 
 def _supervisor(folder: Path) -> Supervisor:

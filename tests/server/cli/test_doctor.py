@@ -66,3 +66,10 @@ def test_scarce_memory_is_a_warning(tmp_path: Path) -> None:
         meminfo.write_text(f"MemTotal:  1048577 kB\nMemFree:  1 kB\nMemAvailable:   {free} kB\n")
         assert doctor._memory(2**30, meminfo)[0] == verdict
     assert doctor._memory(2**29, tmp_path / "none") == ("ok", "memory: the engine's process takes 0.50 GiB")
+
+
+def test_several_machines_are_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTSERVE_CLUSTER_KEY", "0123456789abcdef")
+    nodes = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1")
+
+    assert run("doctor", *nodes) == (2, "", "gptserve doctor: doctor examines one machine, got nnodes 2\n")

@@ -83,6 +83,10 @@ WRITTEN = {
     "max-queue-time": "2.5",
     "enable-prefix-caching": "false",
     "speculative-ngram": "3",
+    "nnodes": "2",
+    "node-rank": "1",
+    "master-addr": "node-0",
+    "master-port": "9999",
     "tensor-parallel-size": "2",
     "enforce-eager": "true",
     "overlap": "false",
@@ -106,6 +110,12 @@ SWITCHES = {
     "batch-invariant": "--batch-invariant",
     "strict-config": "--strict-config",
 }
+NODES = {
+    "GPTSERVE_TENSOR_PARALLEL_SIZE": "4",
+    "GPTSERVE_NNODES": "2",
+    "GPTSERVE_MASTER_ADDR": "10.0.0.1",
+    "GPTSERVE_CLUSTER_KEY": "0123456789abcdef",
+}
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},
     "ssl-certfile": {"GPTSERVE_SSL_KEYFILE": __file__},
@@ -114,6 +124,10 @@ COMPANIONS = {
     "max-requests-per-key": {"GPTSERVE_API_KEY": "secret"},
     "max-tokens-per-minute-per-key": {"GPTSERVE_API_KEY": "secret"},
     "state-lease-ttl": {"GPTSERVE_STATE_URL": "postgres://db"},
+    **{
+        name: {v: text for v, text in NODES.items() if v != f"GPTSERVE_{name.upper().replace('-', '_')}"}
+        for name in ("nnodes", "node-rank", "master-addr", "master-port")
+    },
 }
 """What an option may be given with only."""
 
@@ -301,6 +315,34 @@ def test_the_variable_of_the_commands_is_none_of_the_server() -> None:
     assert load_settings({}, {"GPTSERVE_URL": "https://h"}) == load_settings({}, {})
 
 
+@pytest.mark.parametrize(
+    ("key", "got"),
+    [
+        ({}, "none"),
+        ({"GPTSERVE_CLUSTER_KEY": ""}, "none"),
+        ({"GPTSERVE_CLUSTER_KEY": "15 bytes of text"[1:]}, "a shorter one"),
+    ],
+)
+def test_nodes_need_a_key_in_the_environment(key: dict[str, str], got: str) -> None:
+    nodes = {name: value for name, value in NODES.items() if "KEY" not in name}
+    expected = f"nnodes above 1 needs the variable GPTSERVE_CLUSTER_KEY with a key of at least 16 characters, got {got}"
+
+    assert message({}, nodes | key) == expected
+
+
+def test_the_key_of_nodes_is_neither_an_option_nor_shown() -> None:
+    settings = load_settings({}, NODES)
+
+    assert NODES["GPTSERVE_CLUSTER_KEY"] not in repr(settings) + "".join(settings.describe())
+    with pytest.raises((SystemExit, argparse.ArgumentError)):
+        flags("--cluster-key", "0123456789abcdef")
+
+
+def test_nodes_need_an_engine_in_a_process_of_its_own() -> None:
+    expected = "nnodes needs an engine in a process of its own, got in-process"
+    assert message(flags("--in-process"), NODES) == expected
+
+
 def test_an_unknown_key_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
     file = settings_file(tmp_path, "max-model-length = 5")
 
@@ -364,7 +406,7 @@ def test_no_option_is_taken_for_a_variable_of_kubernetes(variable: str) -> None:
     for value in ("", "8000", "10.0.0.1", "tcp", "true"):
         assert injected_variables({variable: value}) == []
     is_taken = injected_variables({variable: "tcp://10.0.0.1:8000"}) == [variable]
-    assert is_taken == (variable == "GPTSERVE_PORT")
+    assert is_taken == (variable in ("GPTSERVE_PORT", "GPTSERVE_MASTER_PORT"))
 
 
 def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
@@ -425,6 +467,7 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
             ((f"--{name}", "3", "--in-process"), f"{name} needs an engine in a process of its own, got in-process")
             for name in ("max-engine-restarts", "engine-stall-timeout", "engine-load-timeout")
         ),
+        (("--nnodes", "2"), "tensor_parallel_size must be a multiple of nnodes (2), got 1"),
         (("--api-key-file", "no"), "api-key-file must be a file that can be read, got no: No such file or directory"),
         (("--ssl-keyfile", __file__), "ssl-keyfile and ssl-certfile go together"),
         (("--ssl-keyfile", "no", "--ssl-certfile", __file__), "ssl-keyfile must be a file, got no"),
