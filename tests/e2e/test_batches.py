@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from bench import batch_chaos
+from tests.engine.mortal_engine import POISON
+from tests.server import serving
 from tests.server.serving import Process
 
 pytestmark = pytest.mark.slow
@@ -80,7 +82,21 @@ def test_a_line_that_kills_servers_fails_alone_after_four(tmp_path: Path) -> Non
     assert [one["custom_id"] for one in other] == [f"line {i}" for i in range(8)]
 
 
-def begin(client: httpx.Client, fourth_prompt: str) -> None:
+def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
+    process = Process("--state-dir", str(tmp_path), main=serving.MORTAL)
+    try:
+        with process.wait_until_ready() as client:
+            begin(client, list(POISON))
+            [batch] = wait(client)
+            error = client.get(f"/v1/files/{batch['error_file_id']}/content").json()
+    finally:
+        process.kill()
+    assert batch["request_counts"] == {"total": 8, "completed": 7, "failed": 1}
+    assert (error["custom_id"], error["response"]["status_code"]) == ("line 3", 500)
+    assert error["response"]["body"]["error"]["code"] == "generation_failed"
+
+
+def begin(client: httpx.Client, fourth_prompt: str | list[int]) -> None:
     prompts = [fourth_prompt if i == 3 else "Once" for i in range(8)]
     bodies: list[dict[str, Any]] = [{"prompt": prompt, "max_tokens": 100, "ignore_eos": True} for prompt in prompts]
     lines = [json.dumps(batch_chaos.line(i, batch_chaos.TEXTS, body)) for i, body in enumerate(bodies)]
