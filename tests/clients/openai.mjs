@@ -55,3 +55,23 @@ async function breakOff(url, fields) {
   const stream = await clientOf(url).completions.create({ ...fields, stream: true });
   for await (const chunk of stream) return chunk.choices.length;
 }
+
+async function batch(url, lines) {
+  const client = clientOf(url);
+  const text = lines.map((line) => JSON.stringify(line)).join("\n");
+  const file = await client.files.create({ file: new File([text], "in.jsonl"), purpose: "batch" });
+  const asked = { input_file_id: file.id, endpoint: lines[0].url, completion_window: "24h" };
+  let its = await client.batches.create(asked);
+  while (!["completed", "failed"].includes(its.status)) its = await client.batches.retrieve(its.id);
+  const output = await (await client.files.content(its.output_file_id)).text();
+  const ids = [];
+  for await (const one of client.files.list()) ids.push(one.id);
+  for await (const one of client.batches.list()) ids.push(one.id);
+  const { deleted } = await client.files.delete(file.id);
+  return {
+    texts: output.trim().split("\n").map((line) => JSON.parse(line).response.body.choices[0].text),
+    counts: [its.request_counts.total, its.request_counts.completed],
+    are_listed: [file.id, its.output_file_id, its.id].every((id) => ids.includes(id)),
+    deleted,
+  };
+}

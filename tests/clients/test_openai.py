@@ -1,7 +1,8 @@
-"""openai for Python: sync, async, its helpers, messages fed back, and the class of each error."""
+"""openai for Python: sync, async, its helpers, messages fed back, the class of each error, and a batch."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -275,3 +276,33 @@ def test_no_server_and_no_patience(client: Environment, stories: str) -> None:
     )
 
     assert (nowhere["class"], at_once["class"]) == ("APIConnectionError", "APITimeoutError")
+
+
+def run_batch(url: str, lines: list[Any]) -> dict[str, Any]:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="secret", max_retries=0)
+    data = "\n".join(json.dumps(line) for line in lines)
+    file = client.files.create(file=("in.jsonl", data.encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=lines[0]["url"], completion_window="24h")
+    while batch.status not in ("completed", "failed"):
+        batch = client.batches.retrieve(batch.id)
+    output = client.files.content(batch.output_file_id).text
+    return {
+        "texts": [json.loads(line)["response"]["body"]["choices"][0]["text"] for line in output.splitlines()],
+        "counts": [batch.request_counts.total, batch.request_counts.completed],
+        "are_listed": {file.id, batch.output_file_id, batch.id}
+        <= {one.id for listed in (client.files.list(), client.batches.list()) for one in listed},
+        "deleted": client.files.delete(file.id).deleted,
+    }
+
+
+def test_a_batch(client: Environment, stories: str) -> None:
+    bodies = [{**TEXT, "seed": seed} for seed in range(3)]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)
+    ]
+    found = client.call(run_batch, stories, lines)
+
+    texts = [text_of(stories, **body) for body in bodies]
+    assert found == {"texts": texts, "counts": [3, 3], "are_listed": True, "deleted": True}

@@ -1,4 +1,4 @@
-"""openai for JavaScript: texts, chats, its helper, messages fed back, the class of each error, a stream broken off."""
+"""openai for JavaScript: texts, chats, its helper, messages fed back, classes of errors, a broken stream, a batch."""
 
 from __future__ import annotations
 
@@ -52,3 +52,14 @@ def test_a_full_server_is_a_rate_limit(client: Environment, full: str) -> None:
 
 def test_a_stream_is_broken_off(client: Environment, stories: str) -> None:
     assert client.call_js("openai.mjs", "breakOff", stories, {**TEXT, "max_tokens": 900}) == 1
+
+
+def test_a_batch(client: Environment, stories: str) -> None:
+    bodies = [{**TEXT, "seed": seed} for seed in range(3)]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)
+    ]
+    found = client.call_js("openai.mjs", "batch", stories, lines)
+
+    texts = [text_of(stories, **body) for body in bodies]
+    assert found == {"texts": texts, "counts": [3, 3], "are_listed": True, "deleted": True}
