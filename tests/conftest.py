@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from tests import sevenths
 from tests.leaks import holdings, open_gpu, wait_until_gone
 from tests.postgres_server import PostgresServer, find_programs
+from tests.some import leave_some
 
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
 # many short parallel regions waits for the one that is not running. Child processes inherit this.
@@ -59,7 +60,9 @@ def pytest_make_collect_report(collector: pytest.Collector) -> None:
         settings.load_profile("any machine" if sevenths.has(seventh, collector.nodeid) else "fast")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_some(items)
     seventh = config.option.seventh
     if seventh is None:
         return

@@ -152,6 +152,7 @@ def test_imports_point_from_server_to_engine_to_weights() -> None:
     assert graph.find_illegal_dependencies_for_layers(layers=layers[::-1]) != set()
 
 
+@pytest.mark.slow
 def test_the_modules_that_compute_import_torch_and_no_others() -> None:
     code = f"""
 import importlib, sys

@@ -77,6 +77,7 @@ def task() -> Iterator[None]:
     loop.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("hold", "name"),
     [(thread, "kind-thread"), (process, "kind-process"), (descriptor, "test_leaks.py"), (task, "kind_task")],

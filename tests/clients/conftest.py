@@ -14,7 +14,7 @@ from gptserve.engine.request import Request, TokenOutput
 from tests.clients.environments import Environment, environments
 from tests.clients.servers import CALL, OFTEN, TOOLS, served, write_chat_model
 from tests.engine.held_engine import VARIABLE, EngineGate
-from tests.server.conftest import LiveServer, close_templates  # noqa: F401 - a fixture
+from tests.server.conftest import LiveServer, close_all_templates, close_templates  # noqa: F401 - fixtures
 from tests.server.fake_engine import EOS, INFO, FakeEngineClient, say
 from tests.server.serving import LIMIT_S, MORTAL
 

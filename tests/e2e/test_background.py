@@ -390,6 +390,7 @@ def test_a_full_disk_fails_background_work_and_serves_the_rest(launch: Launch, t
     assert process.wait()[0] == 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -417,6 +418,7 @@ def test_two_servers_in_one_folder_are_one_too_many(launch: Launch, tmp_path: Pa
     assert log.splitlines()[-1].endswith("cannot be used: another server is using it")
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_documentation_work(launch: Launch, tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")

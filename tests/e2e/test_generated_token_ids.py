@@ -57,6 +57,7 @@ def wholes(storyteller: Path) -> list[Json]:
     return post(storyteller, BODIES)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", [1, 7, 60])
 def test_what_follows_is_the_rest_of_the_answer(storyteller: Path, wholes: list[Json], cut: int) -> None:
     rests = post(
@@ -75,6 +76,7 @@ def test_what_follows_is_the_rest_of_the_answer(storyteller: Path, wholes: list[
         assert [rest["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
 
 
+@pytest.mark.slow
 def test_a_stop_string_may_begin_before_and_end_after_the_cut(storyteller: Path) -> None:
     (whole,) = post(storyteller, [STORY | {"temperature": 0}])
     token_ids = whole["choices"][0]["token_ids"]
@@ -156,6 +158,7 @@ def events(answer: httpx.Response) -> list[Json]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
+@pytest.mark.slow
 def test_a_chat_is_not_opened_again(storyteller: Path) -> None:
     body = COMMON | CHAT | {"temperature": 0, "ignore_eos": True, "stream": True}
     tokenizer = Tokenizer.of_model(storyteller)

@@ -27,7 +27,9 @@ WANTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MARKS, ids=["special", "not special"])
+@pytest.fixture(
+    scope="module", params=[MARKS[0], pytest.param(MARKS[1], marks=pytest.mark.slow)], ids=["special", "not special"]
+)
 def folder(request: pytest.FixtureRequest, make_gpt2: MakeGPT2, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return marked_model(make_gpt2, tmp_path_factory.mktemp("model"), *request.param)
 
@@ -52,6 +54,7 @@ def read(answer: Any) -> tuple[list[int], str, str]:
     return ids, reasoning, text
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "wanted", [pytest.param(wanted, marks=pytest.mark.slow if i > 1 else ()) for i, wanted in enumerate(WANTED)]
 )

@@ -152,6 +152,7 @@ def read_response(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"text": text, "calls": calls, "reason": "length" if body["status"] == "incomplete" else "stop"}]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "marks"),
     [pytest.param(*case, marks=() if case in FIRST else pytest.mark.slow) for case in CASES],

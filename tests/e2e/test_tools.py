@@ -29,6 +29,7 @@ BODY: dict[str, Any] = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("sign", ["<tool_call>", '"parameters": dictionary'])
 def test_calls_that_a_model_must_make_match_their_schema_streamed_or_not(storyteller: Path, sign: str) -> None:
     template = "{{ messages[0].content }}{# tools " + sign + " #}"

@@ -81,6 +81,7 @@ def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monke
     assert make_engine(folder, dtype="float32").info.product in ("onednn", "torch")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("quant", [Q4_1, Q8_0])
 @pytest.mark.parametrize("name", ["Llama", "Llama, biases, own head size, tied", "Mixtral, past its window"])
 def test_the_plan_has_the_bytes_that_the_linears_hold(

@@ -144,6 +144,7 @@ def altered(params: dict[str, Any]) -> list[SamplingParams]:
     return [*left_out, SamplingParams(**{**fields, "temperature": 1.5 * params.get("temperature", 1.0)})]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in CASES]
 )
@@ -162,6 +163,7 @@ def test_tokens_follow_the_distribution_and_no_other(folder: Path, name: str) ->
         assert p_value(counts, expected(logits, GENERATED, other)) < FITS_NOT, other
 
 
+@pytest.mark.slow
 def test_two_tokens_in_a_row_follow_their_joint_distribution(folder: Path) -> None:
     """The noise of one position says nothing about that of the next."""
     params = SamplingParams(max_tokens=2, temperature=0.9, frequency_penalty=1.0, ignore_eos=True)

@@ -98,6 +98,7 @@ def test_alone_equals_in_a_batch_in_bf16(tiny_gpt2: Path) -> None:
     assert compute(tiny_gpt2, mixed_requests(), dtype="bfloat16", max_num_batched_tokens=64) == alone
 
 
+@pytest.mark.slow
 def test_sums_in_another_order_are_seen_by_the_comparison(tiny_gpt2: Path, solo: dict[str, Result]) -> None:
     """The negative control of the comparisons above: the other backend rounds elsewhere."""
     if make_engine(tiny_gpt2).info.attention_backend == "reference":
@@ -212,6 +213,7 @@ def test_prompt_logprobs_come_in_pieces_of_bounded_size_before_the_first_token(t
         assert not any(output.token_ids for output in scored)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("num_given", [0, 1, 7, 8, 40, 99, 100])
 def test_the_prompt_logprobs_that_an_engine_gave_are_not_given_by_the_next(tiny_gpt2: Path, num_given: int) -> None:
     request = make_request("p", [i % 90 for i in range(100)], max_tokens=3, prompt_logprobs=1)
@@ -249,6 +251,7 @@ def test_a_sequence_may_fill_the_whole_context(tiny_gpt2: Path) -> None:
     assert len(token_ids(outputs)) == 28
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("prompt", "params", "param"),
     [

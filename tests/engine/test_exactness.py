@@ -174,6 +174,7 @@ def reseeded(num: int) -> tuple[Request, ...]:
     return tuple(replace(r, seed=r.seed + 1000) for r in requests()[:num] if not r.params.is_greedy)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("axis", "dtype"),
     [
@@ -193,6 +194,7 @@ def test_the_first_requests_alone_equal_those_under_any_load(
     assert engine.stats.num_accepted_tokens > 0 or "drafts" not in axis
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", EAGER, indirect=True)
 def test_the_first_requests_alone_equal_those_in_small_steps_without_a_compiler(dtype: str) -> None:
     engine = storyteller(dtype, **AXES["a budget of 9 tokens"])
@@ -231,6 +233,7 @@ def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
     return seen
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def test_threads_that_change_in_mid_sequence_change_no_bit(
@@ -273,6 +276,7 @@ def test_the_answer_to_one_is_the_first_of_four_choices(num: int) -> None:
     contrast("the last of four choices", {i: found[f"{i}/3"] for i in drawn}, drawn)
 
 
+@pytest.mark.slow
 @first_or_all
 @pytest.mark.parametrize("client_type", [pytest.param(ProcessClient, marks=pytest.mark.slow), ThreadClient])
 def test_alone_equals_in_an_engine_that_runs_elsewhere(client_type: type[LoopClient], num: int) -> None:

@@ -193,6 +193,7 @@ def after_grammars(engine: Engine) -> Callable[[], list[TokenOutput]]:
     return step_later
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("load", LOADS)
 def test_no_bit_depends_on_the_load(load: str, alone: OutputsById) -> None:
     engine = make_engine(STORYTELLER, **LOADS[load])

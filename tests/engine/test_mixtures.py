@@ -42,6 +42,7 @@ Results = dict[str, tuple[list[int], list[TokenLogprobs]]]
 make = partial(make_engine, max_model_len=64)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("router", "kind"), CASES)
 def test_alone_equals_under_any_load_and_in_any_order(router: str, kind: str, tmp_path: Path) -> None:
     write_model(tmp_path, *SHAPES[ROUTERS[router]])

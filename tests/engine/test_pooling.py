@@ -73,6 +73,7 @@ def expected(model: Any, prompt: list[int], pooling: Pooling) -> np.ndarray[Any,
     return pooled.float().numpy()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_vectors_are_those_of_transformers(base_model: tuple[Path, LlamaModel], pooling: Pooling, backend: str) -> None:
@@ -94,6 +95,7 @@ def test_vectors_have_the_width_that_a_projection_at_the_end_gives(tmp_path: Pat
         np.testing.assert_allclose(found[str(i)], expected(model, prompt, "mean"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_vector_has_the_same_bits_in_any_batch_and_chunk(
     base_model: tuple[Path, LlamaModel], engine: Engine, pooling: Pooling

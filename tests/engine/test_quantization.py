@@ -47,6 +47,7 @@ def share_of_equals(found: list[int], expected: list[int]) -> float:
     return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stories", NUM_STORIES)
 def test_the_perplexity_is_at_most_one_percent_worse(num_stories: int) -> None:
     bf16, _ = scores(make_engine(STORYTELLER, dtype="bfloat16"), num_stories)

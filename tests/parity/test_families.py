@@ -140,6 +140,7 @@ def test_the_table_in_the_docs_has_these_shapes_and_no_larger_differences() -> N
     assert all(0 < float(difference) < 1e-4 for row in rows for difference in row[2:])
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -190,6 +191,7 @@ def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: W
         assert len(ids) == NUM_GREEDY
 
 
+@pytest.mark.some(3)
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @all_or_unlike
 def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
@@ -224,6 +226,7 @@ def test_the_instructions_of_any_cpu_give_the_same_logits(
     assert (generic - fastest).abs().max() < 1e-4
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(FIRST[t], marks=() if FIRST[t] in UNLIKE else pytest.mark.slow) for t in sorted(FIRST)]
 )
@@ -245,6 +248,7 @@ def test_shards_and_bf16_give_the_same_tensors(name: str, written: Written, tmp_
     assert all(torch.equal(halves[name], whole[name].bfloat16()) for name in whole)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @all_or_unlike
 def test_alone_equals_in_a_ragged_batch_in_chunks(name: str, dtype: str, written: Written) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
+import fastapi.dependencies.utils
 import fastapi.routing
 import httpx
 import pytest
@@ -29,6 +32,20 @@ from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 # Hundreds of applications have the same routes, and a model of an answer takes as long as the rest of a route.
 fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)  # type: ignore[attr-defined]
+# So does a signature, which is that of the code.
+_signature = fastapi.dependencies.utils._get_signature
+_signatures: dict[CodeType, inspect.Signature] = {}
+
+
+def _signature_of_code(call: Callable[..., Any]) -> inspect.Signature:
+    if not isinstance(call, FunctionType):
+        return _signature(call)
+    if call.__code__ not in _signatures:
+        _signatures[call.__code__] = _signature(call)
+    return _signatures[call.__code__]
+
+
+fastapi.dependencies.utils._get_signature = _signature_of_code
 
 MODEL = "test-model"
 TEMPLATE = (
@@ -48,17 +65,27 @@ _templates: dict[str, ChatTemplate] = {}
 
 
 def shared_template(source: str) -> ChatTemplate:
-    """Return one for all tests of a file: its worker is a process, which takes longer to start than most tests."""
+    """Return one for all tests of a file, or of all files: its worker is a process, which takes longer to start."""
     if source not in _templates:
         _templates[source] = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
     return _templates[source]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def close_templates() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def close_all_templates(_leaves_nothing_behind: None) -> Iterator[None]:
     yield
-    while _templates:
-        _templates.popitem()[1].close()
+    _close(list(_templates))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_templates(close_all_templates: None) -> Iterator[None]:
+    yield
+    _close([source for source in _templates if source != TEMPLATE])
+
+
+def _close(sources: list[str]) -> None:
+    for source in sources:
+        _templates.pop(source).close()
 
 
 class Api:

@@ -351,6 +351,7 @@ def test_a_disk_that_only_was_slow_ends_a_server_in_order(launch: Any, tmp_path:
     assert "gave up waiting" not in log
 
 
+@pytest.mark.slow
 def test_a_load_that_hangs_ends_the_start(launch: Any) -> None:
     status, log = launch("--engine-load-timeout", "0.01").wait()
 

@@ -135,18 +135,21 @@ def test_both_deny_what_a_process_could_do_without(folder: Path, code: str) -> N
     assert tried(folder, "nothing", code) == "done"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("code", [*FILES.values(), *CHANGES.values()])
 def test_landlock_denies_files_by_itself(folder: Path, code: str) -> None:
     assert tried(folder, "landlock", code) == "denied"
     assert (folder / "readable/file").read_text() == "text"
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("code", [*CHANGES.values(), *CALLS.values()])
 def test_the_filter_denies_changes_and_calls_by_itself(folder: Path, code: str) -> None:
     assert tried(folder, "filter", code) == "denied"
     assert (folder / "readable/file").read_text() == "text"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("code", ALLOWED.values())
 def test_a_confined_process_can_do_what_a_worker_does(folder: Path, code: str) -> None:
     assert tried(folder, "both", code) == "done"

@@ -66,6 +66,7 @@ def test_a_checkpoint_of_nanogpt_becomes_a_model_that_loads(tmp_path: Path, pref
     assert ("blocks.1.qkv.bias" in tensors) is bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_files", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_folder_of_pickles_becomes_what_it_was_saved_from(
     make_gpt2: MakeGPT2, tmp_path: Path, num_files: int

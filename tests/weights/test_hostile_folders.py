@@ -119,6 +119,7 @@ def test_a_damaged_file_is_refused_in_these_words(tmp_path: Path, monkeypatch: p
     assert told == json.loads(DAMAGED_WORDS.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_there_are_many_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert len(DAMAGED) >= 90

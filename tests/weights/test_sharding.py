@@ -28,6 +28,7 @@ def read(name: str) -> ModelConfig:
     return replace(config, layers=config.layers[:1])  # all layers are split alike
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_number_of_a_published_model_has_one_rank_or_is_shared_by_rule(name: str) -> None:
     config, size = read(name), 2

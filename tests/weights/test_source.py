@@ -117,10 +117,12 @@ def test_hub_model_is_fetched_without_anything_it_does_not_need(hub: Hub, resolv
     assert "100%" in str(answer["stderr"])
 
 
+@pytest.mark.slow
 def test_hub_model_without_an_owner_is_fetched(resolve: Resolve) -> None:
     assert resolve("plain")["files"] == text(PINNED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("revision", ["v1", pytest.param(commit_of("v1"), marks=pytest.mark.slow)])
 def test_revision_pins_the_files(resolve: Resolve, revision: str) -> None:
     assert resolve("someone/good", revision)["files"] == text(PINNED)
@@ -136,6 +138,7 @@ def test_fetched_model_is_there_offline_and_without_the_hub(hub: Hub, resolve: R
     assert resolve("someone/good", HF_ENDPOINT="http://127.0.0.1:9")["files"] == text(WANTED)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("model", "revision", "error", "message"),
     [
@@ -182,6 +185,7 @@ def test_what_cannot_be_fetched_is_one_sentence(
     assert message in str(answer["message"])
 
 
+@pytest.mark.slow
 def test_model_that_is_not_cached_says_why_it_was_not_fetched(hub: Hub, resolve: Resolve) -> None:
     answer = resolve("someone/good", "v1", HF_HUB_OFFLINE="1")
     sentence = "hub model someone/good at revision 'v1' is not in the cache, and HF_HUB_OFFLINE is set"
@@ -303,6 +307,7 @@ def test_a_configuration_alone_can_be_inspected(tmp_path: Path) -> None:
     assert resolve_config(str(tmp_path)) == tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

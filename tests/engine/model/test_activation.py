@@ -24,6 +24,7 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_no_bit_depends_on_other_rows_or_on_threads(activation: Activation, dtype: torch.dtype) -> None:

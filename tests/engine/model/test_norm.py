@@ -43,6 +43,7 @@ def first_difference(kind: config.Norm, dtype: torch.dtype, width: int) -> int |
     return None
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])

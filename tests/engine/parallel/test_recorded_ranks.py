@@ -67,7 +67,9 @@ class Recorded:
         return tuple(now - then for now, then in zip(self._before, before, strict=True))
 
 
-@pytest.fixture(scope="module", params=["batches that shrink", "preempted, with drafts"])
+@pytest.fixture(
+    scope="module", params=["batches that shrink", pytest.param("preempted, with drafts", marks=pytest.mark.slow)]
+)
 def recorded(request: pytest.FixtureRequest, tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     tight = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64, "speculative_ngram": 2}
     options = {"max_num_seqs": 7} if request.param == "batches that shrink" else tight

@@ -120,6 +120,7 @@ def send_to_engine(*signals: signal.Signals) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_stopped_process_costs_the_event_loop_nothing_and_resumes() -> None:
     async def test() -> None:
         async with started(make_process()) as client:

@@ -123,6 +123,7 @@ def test_a_request_that_comes_with_tokens_keeps_them_when_the_engine_dies(make_s
     run(test())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("what", "when", "place", "kind"),
     [
@@ -161,6 +162,7 @@ def hangs(client: EngineClient, tally: str) -> bool:
     return fake.num_hangs(tally) > client.restarts[DeathKind.STALLED]
 
 
+@pytest.mark.slow
 def test_a_poison_that_dies_only_of_decoding_fails_alone_too(make_supervisor: MakeSupervisor) -> None:
     async def test() -> None:
         async with started(make_supervisor()) as client:
@@ -217,6 +219,7 @@ def test_an_engine_that_dies_with_everything_is_given_up(
     run(test())
 
 
+@pytest.mark.slow
 def test_a_token_between_convictions_shows_that_the_engine_works(
     make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +279,7 @@ def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervi
     run(test())
 
 
+@pytest.mark.slow
 def test_the_one_of_highest_priority_is_tried_first(make_supervisor: MakeSupervisor) -> None:
     async def test() -> None:
         async with started(make_supervisor()) as client:
@@ -396,6 +400,7 @@ def test_a_system_without_threads_may_have_some_later(make_supervisor: MakeSuper
     run(test())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("options", "cause"),
     [

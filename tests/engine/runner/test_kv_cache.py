@@ -46,6 +46,7 @@ def test_the_tensors_take_the_bytes_that_were_planned() -> None:
     assert sum(layer.nbytes for layer in cache.layers) == cache.num_bytes == 5 * BLOCK_BYTES
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("num_blocks", [1024, 1000, 700])
 @pytest.mark.parametrize(("num_layers", "num_kv_heads"), [(4, 6), (12, 12), (30, 3), (80, 8)])
 def test_no_block_is_the_first_to_write_to_many_huge_pages(num_blocks: int, num_layers: int, num_kv_heads: int) -> None:

@@ -184,6 +184,7 @@ def serve_often(num: int, seen: Counter[str]) -> None:
         serve_at_random(seed, seen, overlap=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num", "often"), [(200, 50), pytest.param(4000, 1000, marks=pytest.mark.slow)])
 def test_random_service_gives_each_request_what_it_gets_alone(num: int, often: int) -> None:
     seen: Counter[str] = Counter()
@@ -368,6 +369,7 @@ def test_every_answer_has_the_bits_that_it_has_without_overlap(tiny_gpt2: Path, 
     assert engine.stats.num_generated_tokens < sum(len(tokens) for tokens, *_ in expected.values())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("load", "has_graphs"),
     [

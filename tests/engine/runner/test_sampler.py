@@ -59,6 +59,7 @@ def assert_follows(counts: list[float], probs: Tensor, num_draws: int) -> None:
         assert abs(count - p) <= 5 * math.sqrt(p * (1 - p) / num_draws) + 1e-12
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_tokens_follow_the_tempered_distribution(temperature: float) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2

@@ -110,6 +110,7 @@ def test_no_step_takes_more_memory_than_the_largest(tiny_gpt2: Path, memory: Liv
     assert 0.3 * largest < max(taken) <= largest
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("change", [{}, {"max_num_seqs": 300}])
 def test_a_larger_step_takes_more(change: dict[str, Any], tiny_gpt2: Path, memory: LiveMemory) -> None:
     engine = make_engine(tiny_gpt2, **OPTIONS)

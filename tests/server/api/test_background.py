@@ -183,6 +183,7 @@ def test_a_result_is_rendered_beside_the_event_loop(serve: Serve, monkeypatch: p
     assert rendering != loop
 
 
+@pytest.mark.some(3)
 @in_a_folder_or_not
 def test_a_background_completion_is_the_one_that_would_be_answered(
     serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
@@ -198,6 +199,7 @@ def test_a_background_completion_is_the_one_that_would_be_answered(
     assert result | {"id": 0, "created": 0} == direct | {"id": 0, "created": 0}
 
 
+@pytest.mark.some(3)
 @in_a_folder_or_not
 def test_every_reader_gets_the_same_bytes_live_or_later(
     serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
@@ -288,6 +290,7 @@ def num(text: str) -> int:
     return len(split(text)) - 1
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("n", "body", "options"),
     [

@@ -236,6 +236,7 @@ def test_the_next_server_goes_on_after_the_last_result(serve: Serve, tmp_path: P
     assert [*(tmp_path / "batches").glob("*.results")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_there", [True, False])
 def test_an_input_that_expires_is_kept_for_its_batch_over_a_restart(
     serve: Serve, tmp_path: Path, *, is_there: bool

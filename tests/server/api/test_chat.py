@@ -155,6 +155,7 @@ STREAMED = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("body", STREAMED)
 @pytest.mark.parametrize("has_channels", [False, True])
 def test_a_stream_adds_up_to_the_whole(make_api: Callable[..., Api], body: dict[str, Any], has_channels: bool) -> None:

@@ -39,6 +39,7 @@ def events_of(server: LiveServer, completion_id: str) -> list[str]:
     return httpx.get(f"{server.url}{CHAT}/{completion_id}/events", timeout=20).text.split("\n\n")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("kind", "other"), OTHER)
 def test_a_completed_chat_stays_as_it_was(serve: Serve, tmp_path: Path, kind: str, other: dict[str, Any]) -> None:
     first = LiveServer(engine_of(kind, ANSWERS[kind]), **options_of(kind, tmp_path))
@@ -58,6 +59,7 @@ def test_a_completed_chat_stays_as_it_was(serve: Serve, tmp_path: Path, kind: st
     assert retried["id"] == begun["id"]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("kind", "other"), OTHER)
 def test_a_chat_that_was_under_way_goes_on_as_it_began(
     serve: Serve, tmp_path: Path, kind: str, other: dict[str, Any]
@@ -80,6 +82,7 @@ def test_a_chat_that_was_under_way_goes_on_as_it_began(
     assert after.params.grammar == before.params.grammar
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("kind", "other"), OTHER)
 def test_a_response_has_the_same_events(serve: Serve, tmp_path: Path, kind: str, other: dict[str, Any]) -> None:
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]

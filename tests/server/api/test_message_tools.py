@@ -217,6 +217,7 @@ def test_tools_of_the_server_are_left_out_and_reported(make_api: MakeApi, kind: 
     assert error_of(post(api_for(make_api, "hermes", strict_fields=True), tools=[tool])) == invalid(message)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -228,6 +228,7 @@ def test_an_answer_without_a_text_has_an_empty_one(make_api: MakeApi) -> None:
     assert answer_of(api)["content"] == joined(stream_of(api))["content"] == [{"type": "text", "text": ""}]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("system", "messages", "prompt"),
     [
@@ -535,7 +536,6 @@ def test_tokens_are_counted_as_an_answer_counts_them(make_api: MakeApi) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40), stops=st.lists(st.text(min_size=1, max_size=3), max_size=3))
 def test_the_events_of_any_text_make_the_answer(text: str, stops: list[str]) -> None:
     api = ANY[0]
@@ -616,7 +616,7 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(FIELDS, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
 def test_whatever_is_sent_is_answered_or_refused_in_words(fields: dict[str, Any], path: str) -> None:
     api = ANY[0]

@@ -256,6 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("body", "code", "param", "message"), REFUSED)
 def test_what_is_wrong_with_tools_is_refused_in_words(
     make_api: MakeApi, body: dict[str, Any], code: str, param: str, message: str

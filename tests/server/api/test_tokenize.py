@@ -137,6 +137,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("path", "body", "status", "code", "param", "message"), REFUSED)
 def test_what_is_refused(
     api: Api, path: str, body: dict[str, Any], status: int, code: str, param: str, message: str

@@ -213,6 +213,7 @@ def test_reasoning_has_the_marks_of_the_template(make_api: MakeApi, special: tup
 TEXT_WITH_A_CALL = json.dumps({"a": ANSWERS["hermes"]}, ensure_ascii=False)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("kind", "answer", "content", "names"),
@@ -320,6 +321,7 @@ NAMED = {"type": "function", "function": {"name": "get_time"}}
 STRICT = [{"type": "function", "function": {**TOOL["function"], "strict": True}}]  # type: ignore[dict-item]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("body", "has_grammar"),
     [
@@ -345,6 +347,7 @@ def test_the_engine_gets_a_grammar_where_one_is_needed(
         assert ("get_weather" in grammar.text) == (body.get("tool_choice") != NAMED)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("fields", [forced(), {"tools": TOOLS, "response_format": {"type": "json_object"}}])
 @pytest.mark.parametrize("kind", ["hermes", "harmony"])
 def test_a_restarted_server_goes_on_with_the_same_grammar_and_ids(
@@ -469,6 +472,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(("body", "code", "param", "message"), REFUSED)
 def test_what_is_wrong_with_tools_is_refused_in_words(
     make_api: MakeApi, body: dict[str, Any], code: str, param: str, message: str

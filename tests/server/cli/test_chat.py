@@ -103,6 +103,7 @@ WRONG_COMMANDS = (
 )
 
 
+@pytest.mark.slow
 def test_a_wrong_command_is_one_sentence(open_chat: Any, tmp_path: Path) -> None:
     chat = open_chat()
     for command, expected in WRONG_COMMANDS:
@@ -119,6 +120,7 @@ def test_a_conversation_is_saved_as_a_body(open_chat: Any, server: StandIn, tmp_
     assert saved == {"messages": [user("Who?"), assistant("Théo.")]}
 
 
+@pytest.mark.slow
 def test_a_backslash_continues_a_message_on_the_next_line(open_chat: Any, server: StandIn) -> None:
     server.answer = says("Yes.")
     chat = open_chat()
@@ -129,6 +131,7 @@ def test_a_backslash_continues_a_message_on_the_next_line(open_chat: Any, server
     assert server.asked[0]["messages"] == [user("one\ntwo")]
 
 
+@pytest.mark.slow
 def test_pasted_lines_are_one_message(open_chat: Any, server: StandIn) -> None:
     readline = pytest.importorskip("readline")
     if "libedit" in (readline.__doc__ or ""):
@@ -153,6 +156,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(open_chat: Any, hold: Any, s
     assert server.asked[1]["messages"] == [user("Tell me."), assistant("Once upon"), user("Go on.")]
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_answer_takes_the_question_back(open_chat: Any, hold: Any, server: StandIn) -> None:
     chat = open_chat()
     asked = hold()
@@ -166,6 +170,7 @@ def test_ctrl_c_before_the_answer_takes_the_question_back(open_chat: Any, hold: 
     assert server.asked[1]["messages"] == [user("Again.")]
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_drops_the_line_and_does_not_leave(open_chat: Any, server: StandIn) -> None:
     server.answer = says("Yes.")
     chat = open_chat()
@@ -241,6 +246,7 @@ def test_what_a_model_says_does_not_command_the_terminal(open_chat: Any, server:
     enter(chat, "Who?", "a\\x1b[2J\\x9bb\\x00\tc\nd\n")
 
 
+@pytest.mark.slow
 def test_reasoning_is_dim_and_not_sent_back(open_chat: Any, server: StandIn) -> None:
     thought = chat_event(reasoning_content="Hm.")
     server.answer = (200, events(thought, chat_event("Theo."), "[DONE]"))
@@ -251,6 +257,7 @@ def test_reasoning_is_dim_and_not_sent_back(open_chat: Any, server: StandIn) -> 
     assert server.asked[1]["messages"][1] == assistant("Theo.")
 
 
+@pytest.mark.slow
 def test_an_answer_at_its_limit_says_so(open_chat: Any, server: StandIn) -> None:
     chat = open_chat("--max-tokens", "2")
     server.answer = says("On", "ce", reason="length")
@@ -262,6 +269,7 @@ def test_an_answer_at_its_limit_says_so(open_chat: Any, server: StandIn) -> None
     assert server.asked[0]["max_tokens"] == 2
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_utf_8_are_refused(open_chat: Any) -> None:
     chat = open_chat()
     chat.type(b"a\xff\n")
@@ -280,6 +288,7 @@ def test_a_chat_with_no_server_does_not_begin(server: StandIn) -> None:
     terminal.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "models", ["<html>", *(pytest.param(text, marks=pytest.mark.slow) for text in ("{}", '{"data": []}', "[]"))]
 )

@@ -164,6 +164,7 @@ def test_each_part_shows_what_it_is_computed_with_and_what_a_token_reads() -> No
     assert "\n  read for a token " in table
 
 
+@pytest.mark.slow
 def test_of_experts_a_token_reads_those_that_are_active() -> None:
     model = GPT_OSS.read_config(RawConfig(KNOWN["gpt-oss-20b"][0]))
     entry = inspect_model("20b", model, 2**36, 16, types=(MXFP4,)).by_dtype[-1]
@@ -194,6 +195,7 @@ def test_a_rank_has_its_share_of_the_layers_and_the_first_one_the_vocabulary() -
     assert "\n  each other rank       " in render(first)
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(
     "name",
     [

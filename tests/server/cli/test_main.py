@@ -37,6 +37,7 @@ def test_version(run: Any) -> None:
     assert (status, out.split()[0]) == (0, "gptserve")
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -96,6 +97,7 @@ def test_a_wrong_variable_is_status_2(run: Any, monkeypatch: pytest.MonkeyPatch)
     assert run("serve")[::2] == (2, "gptserve serve: unknown variable GPTSERVE_PROT; did you mean GPTSERVE_PORT?\n")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("flags", "warned"),
     [
@@ -117,6 +119,7 @@ def test_a_server_that_others_can_reach_without_a_key_warns(flags: tuple[str, ..
     )
 
 
+@pytest.mark.slow
 def test_the_variables_of_a_kubernetes_service_are_counted() -> None:
     injected = {"GPTSERVE_CPU_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
     _, log = Process("/no/such/model", **injected).wait()
@@ -261,6 +264,7 @@ def test_a_local_completion_depends_on_the_seed_alone(run: Any) -> None:
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_a_local_completion_has_the_sampling_defaults_of_the_model(run: Any) -> None:
     ask = ("complete", "Once upon a time", "--local", "--max-tokens", "30", "--seed", "3")
     by_default, as_said, otherwise = (
@@ -353,6 +357,7 @@ def test_inspect_refuses_a_doubtful_key_if_strict(run: Any, tmp_path: Path) -> N
     assert "sets `residual_multiplier` to 1, which gptserve does not know" in errors
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

@@ -46,6 +46,7 @@ def test_a_chat_may_leave_out_what_it_does_not_say(run: Any, server: StandIn, mo
     assert run("chat", "--url", server.url) == (0, "there\n", "")
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "odd",
     [

@@ -132,6 +132,7 @@ def test_ctrl_c_while_torch_is_imported_ends_the_process() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("arguments", "stdout", "expected"),
     [

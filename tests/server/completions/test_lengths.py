@@ -24,6 +24,7 @@ def ask(api: Api, route: str, **fields: Any) -> Any:
     return getattr(api, route)(**{**({"prompt": "xy"} if route == "complete" else {}), **fields})
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize("kind", [{}, {"stream": True}, {"background": True}])
 def test_minus_one_asks_for_what_the_context_leaves(api: Api, route: str, name: str, kind: dict[str, Any]) -> None:
@@ -71,6 +72,7 @@ HEADER = "x-gptserve-max-tokens"
 LONG = {"complete": {"prompt": "x" * 300}, "chat": {"messages": [{"role": "user", "content": "x" * 300}]}}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize(
     ("asked", "limit", "kept", "in_force"),
@@ -94,6 +96,7 @@ def test_a_prompt_may_be_cut_beside_a_limit_that_is_capped(
     assert response.headers.get(HEADER) == (None if in_force == limit else str(in_force))
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize(
     ("options", "limit", "most"), [(CAP, 300, 255), (CAP, 9, 255), ({}, 300, 255), ({}, 256, 255), ({}, 250, 6)]
@@ -111,6 +114,7 @@ def test_no_other_number_of_tokens_is_kept_whatever_the_limit(
     assert api.engine.submitted == []
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize("kind", [{}, {"stream": True}, {"background": True}])
 def test_a_limit_that_does_not_fit_may_be_capped(

@@ -269,6 +269,7 @@ def test_who_waits_too_long_for_a_turn_gets_503_and_who_gets_one_at_once_does_no
     asyncio.run(asyncio.wait_for(call(), 60))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("path", "body"), [*WAYS, ("/tokenize", {"prompt": "x"})])
 def test_a_client_that_hangs_up_gives_up_its_place(
     gated: Callable[..., Gated], path: str, body: dict[str, Any]

@@ -182,6 +182,7 @@ def test_the_table_of_this_test_is_complete() -> None:
     assert set(WRITTEN) == {option.name for option in server_options()} - {"config"}
 
 
+@pytest.mark.some(18)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_option_means_the_same_as_flag_variable_and_key(name: str, tmp_path: Path) -> None:
     option = next(option for option in server_options() if option.name == name)
@@ -415,6 +416,7 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
     )
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

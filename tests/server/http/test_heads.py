@@ -153,6 +153,7 @@ def test_any_requests_in_any_packets_are_answered_as_without_their_upgrades(
     assert answers(*parts) == (plain, True)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("framing", ["none", "length", "chunked"])
 @pytest.mark.parametrize("upgrade", range(len(UPGRADES)))
 def test_a_packet_may_end_anywhere(upgrade: int, framing: str) -> None:

@@ -22,6 +22,7 @@ def status(api: Api, host: str, path: str = "/v1/models") -> int:
     return api.get(path, headers={"host": host, "authorization": "Bearer secret"}).status_code
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("options", "allowed", "refused"),
     [

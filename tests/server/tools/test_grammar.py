@@ -135,6 +135,7 @@ def validate(delta: Delta) -> int:
     return len(delta.tool_calls)
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "fields",
@@ -242,6 +243,7 @@ def with_argument(kind: str, call: str) -> str:
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
+@pytest.mark.some(22)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("is_parallel", [True, False])
@@ -324,6 +326,7 @@ def compact(kind: str, call: str) -> str:
     return call.replace(", ", ",").replace(": ", ":") if kind == "llama" else call
 
 
+@pytest.mark.some(11)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_beside_tools_a_text_has_to_match_what_is_wanted(
@@ -358,6 +361,7 @@ def test_beside_tools_a_text_has_to_match_what_is_wanted(
 
 
 # In llama's format an object with a function's name may be a call, so that not all objects of such a schema are text.
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("kind", "schema"), [*((kind, CARD) for kind in OWN_FORMATS), ("hermes", {"type": "object"}), ("mistral", {})]
 )

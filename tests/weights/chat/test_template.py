@@ -199,6 +199,7 @@ def render_both(
     return expected, text
 
 
+@pytest.mark.some(32)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -280,6 +281,7 @@ def test_a_conversation_is_not_changed() -> None:
     assert messages == [{"role": "user", "content": "Hi", "reasoning_content": "Hm"}]
 
 
+@pytest.mark.slow
 def test_the_server_needs_no_jinja() -> None:
     code = """
 import sys, gptserve.server.app, gptserve.weights.chat.template
@@ -430,6 +432,7 @@ def test_variables_of_the_client_win_over_special_tokens_as_in_transformers(make
     assert text.startswith("<mine><|start_header_id|>")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

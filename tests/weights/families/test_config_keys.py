@@ -194,12 +194,14 @@ def default_config(model_type: str, *, use_diff: bool = False) -> dict[str, Any]
     return raw
 
 
+@pytest.mark.some(31)
 @pytest.mark.parametrize("use_diff", [True, False])
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
 def test_what_transformers_writes_is_accepted(model_type: str, use_diff: bool, tmp_path: Path) -> None:
     load(tmp_path, default_config(model_type, use_diff=use_diff), "refuse")
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
 def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
@@ -211,6 +213,7 @@ def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) ->
     assert load(tmp_path, config.to_dict()) == saved
 
 
+@pytest.mark.some(31)
 @pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
@@ -265,6 +268,7 @@ def test_what_is_found_on_the_hub_is_accepted(name: str, tmp_path: Path) -> None
     load(tmp_path, raw | extra, "refuse")
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("model_type", [name for name in OF_TRANSFORMERS if name not in SEEING])
 def test_every_field_that_transformers_computes_with_is_read_or_known(model_type: str) -> None:
     from transformers import AutoConfig
@@ -283,6 +287,7 @@ def test_every_field_that_transformers_computes_with_is_read_or_known(model_type
     assert {name for name in unread if not PATTERN.fullmatch(name)} <= known
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("model_type", [*OF_TRANSFORMERS, "nanogpt"])
 def test_an_unknown_key_is_refused_by_name_with_its_value(model_type: str, tmp_path: Path) -> None:
     raw = (
@@ -339,6 +344,7 @@ def test_the_first_of_many_doubtful_keys_are_named(tmp_path: Path, caplog: pytes
     assert "sets `a1` to 0, `a2` to 0, `a3` to 0, ..., which" in caplog.text
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
 def test_the_list_of_harmless_keys_is_that_of_the_pinned_transformers(model_type: str) -> None:
     """Else run `python -m tests.weights.families.harmless_keys`."""

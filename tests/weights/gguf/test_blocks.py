@@ -30,6 +30,7 @@ def random_blocks(name: str) -> np.ndarray:
     return data
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", UNPACK)
 def test_blocks_mean_what_the_library_says(name: str) -> None:
     data = random_blocks(name)

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "quant"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_codes_are_what_is_unpacked(name: str, quant: GGMLQuantizationType, tmp_path: Path) -> None:
     write_model(tmp_path, *MODELS[name])

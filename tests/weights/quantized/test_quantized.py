@@ -177,6 +177,7 @@ def all_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bo
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_folder_streams_the_floats_that_it_means(
@@ -196,6 +197,7 @@ def test_a_rank_has_its_rows_and_columns(name: str, share: Share, written: Calla
     assert all_equal(stream(folder, share=share), stream(plain, share=share))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("model_type", ["phi3", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "packed, asymmetric"])
 def test_fused_interleaved_and_transposed_projections(

@@ -85,6 +85,7 @@ def test_model_predicts_held_out_stories(model: GPT2LMHeadModel, tokenizer: Toke
     assert own < loss < 1.5 * own
 
 
+@pytest.mark.slow
 def test_model_tells_a_whole_story(model: GPT2LMHeadModel, tokenizer: Tokenizer) -> None:
     prompt = Prompt("Once upon a time there was a little girl named Lily", "Lily")
     told = sample(model, tokenizer, [prompt] * 4, temperature=0.5, seed=0)

@@ -84,6 +84,7 @@ def test_long_runs_have_the_ids_of_tokenizers(name: str, tmp_path: Path) -> None
         assert tokenizer.encode(text) == reference.encode_batch_fast([text], add_special_tokens=False)[0].ids, label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n == "gpt2" else pytest.mark.slow) for n in (*SPLITS, "gpt_bigcode", "bloom")],

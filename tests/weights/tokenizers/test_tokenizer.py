@@ -66,6 +66,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Family(request.param, Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder))
 
 
+@pytest.mark.some(5)
 @SETTINGS
 @given(text=TEXT)
 def test_plain_text_and_prompts_have_the_ids_of_transformers(family: Family, text: str) -> None:
@@ -76,6 +77,7 @@ def test_plain_text_and_prompts_have_the_ids_of_transformers(family: Family, tex
     assert family.tokenizer.encode_prompt(text) == family.reference(text, split_special_tokens=True).input_ids
 
 
+@pytest.mark.some(5)
 @SETTINGS
 @given(text=TEXT)
 def test_special_tokens_are_found_when_asked_for(family: Family, text: str) -> None:
@@ -83,6 +85,7 @@ def test_special_tokens_are_found_when_asked_for(family: Family, text: str) -> N
     assert ids == family.reference(text, add_special_tokens=False, split_special_tokens=False).input_ids
 
 
+@pytest.mark.some(5)
 @SETTINGS
 @given(text=TEXT)
 def test_special_tokens_never_come_from_plain_text_and_no_token_holds_too_much(family: Family, text: str) -> None:
@@ -92,6 +95,7 @@ def test_special_tokens_never_come_from_plain_text_and_no_token_holds_too_much(f
     assert len(text.encode()) <= len(ids) * family.tokenizer.max_token_bytes
 
 
+@pytest.mark.some(5)
 @SETTINGS
 @given(text=TEXT, start=TEXT)
 def test_streamed_text_is_the_text_and_what_transformers_decodes(family: Family, start: str, text: str) -> None:
@@ -118,6 +122,7 @@ def test_every_id_adds_its_bytes_to_the_text(family: Family) -> None:
     assert [tokenizer.token_bytes(i) for i in (-1, tokenizer.vocab_size, 2**70)] == [b"", b"", b""]
 
 
+@pytest.mark.some(5)
 @SETTINGS
 @given(data=st.data())
 def test_any_ids_decode_as_in_transformers(family: Family, data: st.DataObject) -> None:
@@ -222,6 +227,7 @@ def test_added_tokens_that_are_not_special_are_always_found(with_added_tokens: P
     check()
 
 
+@pytest.mark.slow
 def test_the_fingerprint_changes_with_what_a_token_stands_for_and_with_nothing_else(storyteller: Path) -> None:
     vocabulary = load_vocabulary(storyteller)
     encoder = TiktokenEncoder.recognise(vocabulary)

@@ -94,6 +94,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama3", "xglm"))]
 )

@@ -90,6 +90,7 @@ def test_any_other_regex_needs_one(described: Describe, regex: str) -> None:
     assert not is_known(described("gpt2", pre_tokenizer={**NAMED, "pattern": {"Regex": regex}}))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -124,6 +125,7 @@ def test_a_unigram_model_with_long_pieces_has_workers(described: Describe) -> No
         assert is_known(described("xglm", normalizer=None, model=longer)) == (length == 256)
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize(
     ("changes", "text", "cause"),

@@ -83,6 +83,7 @@ def test_window_hides_all_but_the_latest_tokens(backend: CpuAttention, window: i
     _check_against_oracle(backend, torch.bfloat16, spec)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 65, 100, 200])
 def test_windows_longer_than_what_is_fetched_ahead(
@@ -93,6 +94,7 @@ def test_windows_longer_than_what_is_fetched_ahead(
     _check_rows(_run(backend, [sequence], spec, [[(0, n)] for n in (250, 1, 1, 48)])[0], sequence, spec)
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", FEATURE_SETS[1:], ids=feature_id)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "window"), [(3, 3, None), (6, 2, 17), (7, 1, None), (6, 1, 40)])
@@ -180,6 +182,7 @@ def test_equal_keys_give_the_mean_of_the_values(backend: CpuAttention) -> None:
         torch.testing.assert_close(out_LHD.double(), mean_LGD.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_size", [64, 24])
@@ -202,6 +205,7 @@ def test_bits_do_not_depend_on_batch_chunks_or_blocks(
     assert _same_bits(alone, _run(backend, sequences, spec, _whole(), num_padding=3)), "padding"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @plain_and_all
 def test_bits_of_a_long_sequence_do_not_depend_on_its_chunks(
@@ -216,6 +220,7 @@ def test_bits_of_a_long_sequence_do_not_depend_on_its_chunks(
         assert _same_bits(whole, _run(backend, [sequence], spec, steps)), f"chunks of {chunk}"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @plain_and_all
 def test_bits_do_not_depend_on_the_number_of_threads(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -66,7 +66,6 @@ def choices(draw: st.DrawFn) -> Choice:
     )
 
 
-@settings(max_examples=60)
 @given(
     chosen=st.lists(choices(), min_size=1, max_size=9),
     vocab_size=st.sampled_from([2, 17, 255, 256, 257, 1000, 5003]),

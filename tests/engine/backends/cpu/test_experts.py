@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -177,7 +177,6 @@ IN_GROUPS = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     shape=st.one_of(SHAPES, WITH_GATES, IN_GROUPS),
     variant=st.sampled_from(native.supported_variants(32) or ("generic",)),
@@ -205,6 +204,7 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
         assert torch.equal(bits(part), bits(found[rows]))
 
 
+@pytest.mark.some(3)
 @all_kinds
 @pytest.mark.skipif("avx512" not in native.supported_variants(16), reason="this CPU has no AVX-512")
 def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype, int8: bool) -> None:

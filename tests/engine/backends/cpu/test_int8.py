@@ -253,6 +253,7 @@ def test_int8_is_near_the_product() -> None:
     assert torch.equal(linear(x, residual), expected)
 
 
+@pytest.mark.some(18)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_in", "num_out"), ODD_SIZES)
 def test_the_kernel_has_the_bits_of_the_definition(kind: Kind, dtype: torch.dtype, num_in: int, num_out: int) -> None:
@@ -315,6 +316,7 @@ def test_all_variants_give_the_same_bits(activation: Activation | None, bits: in
                 assert torch.equal(y, expected[:num_rows]), (variant, num_rows)
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_never_becomes_a_number(kind: Kind, dtype: torch.dtype, bad: float) -> None:

@@ -224,6 +224,7 @@ def test_threads_stay_on_the_cpus_that_they_are_kept_to() -> None:
         os.sched_setaffinity(0, everywhere)
 
 
+@pytest.mark.slow
 def test_beside_busy_processes_the_results_are_the_same() -> None:
     linear, x, y = linear_and_rows(1000)
     native.set_num_threads(3)

@@ -162,6 +162,7 @@ def computed(
     return tensors["out"][:ROWS]
 
 
+@pytest.mark.some(10)
 @pytest.mark.skipif(
     "avx512" not in native.supported_variants(16), reason="the library is not built, or no AVX-512 here"
 )
@@ -173,6 +174,7 @@ def test_avx2_and_avx512_compute_the_same_bits(name: str, dtype: torch.dtype) ->
         assert torch.equal(by_avx2.view(torch.int16), by_avx512.view(torch.int16)), width
 
 
+@pytest.mark.some(10)
 @pytest.mark.skipif("avx2" not in native.supported_variants(16), reason="the library is not built, or no AVX2 here")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -182,6 +184,7 @@ def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: s
         torch.testing.assert_close(by_any, by_avx2, atol=1e-5, rtol=TOLERANCES[dtype], equal_nan=True)
 
 
+@pytest.mark.some(3)
 @by_variant
 def test_a_packed_table_embeds_as_a_plain_one(dtype: torch.dtype, variant: native.Variant) -> None:
     for width in WIDTHS:
@@ -199,6 +202,7 @@ OF_THE_STREAM: dict[str, Add] = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("variant", native.supported_variants(32))
 @pytest.mark.parametrize("name", OF_THE_STREAM)
 def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: str, variant: native.Variant) -> None:

@@ -136,6 +136,7 @@ def results(engine: Engine, asked: list[Request] | None = None) -> dict[str, tup
     return {i: (token_ids(its), [entry for output in its for entry in output.logprobs]) for i, its in outputs.items()}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("load", "dtype"),
     [

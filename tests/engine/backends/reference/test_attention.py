@@ -128,6 +128,7 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch_and_in_any_chunk(
     assert not torch.equal(whole[0][-37:], whole[1][-37:])
 
 
+@pytest.mark.some(2)
 @plain_and_all
 @pytest.mark.parametrize("head_size", [12, 16, 64])
 def test_rows_have_the_same_bits_before_the_sequence_goes_on(head_size: int, features: tuple[Feature, ...]) -> None:

@@ -217,6 +217,7 @@ def no_file_grows_beyond(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_what_was_to_be_written_and_nothing_else(tmp_path: Path) -> None:
     big = tuple(TokenOutput("cmpl-1-0", tuple(range(100_000))) for _ in range(20))
 
