@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from gptserve.weights.errors import InvalidCheckpointError
 
 CHUNK_BYTES = 2**20  # compared at once
@@ -49,6 +47,8 @@ class StoredTensor:
 
     def counts_up(self, size: int) -> bool:
         """Return whether numbers, int32, are `size` zeros, as many ones, and so on. Raises InvalidCheckpointError."""
+        import numpy as np  # the server imports this file, and does without
+
         start = 0
         for chunk in self._chunks():
             numbers = np.frombuffer(chunk, "<i4")
@@ -89,6 +89,8 @@ class StoredTensor:
 
 def _are_halves(numbers: bytes, dtype: str) -> bool:
     """Return whether all numbers of this dtype are finite ones of fp16."""
+    import numpy as np  # the server imports this file, and does without
+
     if dtype == "F16":
         return True
     if dtype == "BF16":
