@@ -1,10 +1,15 @@
-"""Chooses where completions are kept: memory, a folder or a database. `serve.py` calls it."""
+"""Chooses where completions are kept: memory, a folder or a database. `serve.py` and `cli/state.py` call it."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.jobs.sqlite.database import FILE_NAME
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
-from gptserve.server.jobs.store import JobStore
+from gptserve.server.jobs.store import JobStore, JobStoreError
 
 
 def make_store(settings: ServerSettings) -> JobStore:
@@ -19,3 +24,45 @@ def make_store(settings: ServerSettings) -> JobStore:
 def place_of(settings: ServerSettings) -> str:
     """Return the option that says where the store is."""
     return "state-dir" if settings.state_url is None else "state-url"
+
+
+async def import_folder(folder: Path, url: str) -> tuple[int, int]:
+    """Copy the completions of a folder into a database without any, while no server uses either.
+
+    Returns their number, and how many of them have not ended. Raises JobStoreError; then the database is as before.
+    """
+    from gptserve.server.jobs.postgres.transfer import import_jobs
+
+    if not (folder / FILE_NAME).exists():
+        raise JobStoreError(f"{folder} has no journal")
+    source = SqliteJobStore(folder)
+    try:
+        return await import_jobs(url, source)
+    finally:
+        await source.close()
+
+
+async def export_folder(url: str, folder: Path) -> tuple[int, int]:
+    """Copy the completions of a database that no server uses into a folder without any; returns as `import_folder`.
+
+    Raises JobStoreError; then the folder has no journal.
+    """
+    from gptserve.server.jobs.postgres.transfer import export_jobs
+
+    taken = JobStoreError(f"{folder} has a journal already; name another folder")
+    if (folder / FILE_NAME).exists():
+        raise taken
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as name:
+            target = SqliteJobStore(Path(name), "full")
+            try:
+                counts = await export_jobs(url, target)
+            finally:
+                await target.close()
+            os.link(Path(name) / FILE_NAME, folder / FILE_NAME)  # all of it at once, and over no other
+    except FileExistsError as error:
+        raise taken from error
+    except OSError as error:
+        raise JobStoreError(f"{folder} cannot be written: {error.strerror}") from error
+    return counts

@@ -64,7 +64,12 @@ class PostgresServer:
 
     def execute(self, statement: str, url: str | None = None, *, autocommit: bool = False) -> list[tuple[object, ...]]:
         """Execute a statement as any client; return its rows."""
-        with psycopg.connect(url or self.url(), autocommit=autocommit) as connection:
+        return self.execute_at(url or self.url(), statement, autocommit=autocommit)
+
+    @staticmethod
+    def execute_at(url: str, statement: str, *, autocommit: bool = False) -> list[tuple[object, ...]]:
+        """Execute a statement in a database."""
+        with psycopg.connect(url, autocommit=autocommit) as connection:
             cursor = connection.execute(statement.encode())
             return cursor.fetchall() if cursor.description else []
 

@@ -39,7 +39,14 @@ from gptserve.server.jobs.resumption import (
     rebuild_plan,
 )
 from gptserve.server.jobs.sharing import SharedJob, Sharing
-from gptserve.server.jobs.store import NO_FORMER_OWNERS, FormerOwners, JobStore, JobStoreError, KeyTakenError
+from gptserve.server.jobs.store import (
+    NO_FORMER_OWNERS,
+    FormerOwners,
+    JobStore,
+    JobStoreError,
+    KeyTakenError,
+    cancelled,
+)
 
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a result may take space
 
@@ -197,7 +204,7 @@ class BackgroundJobs:
         """End a job unless it has ended; return when the end is journaled. Raises ServiceError."""
         while job.running is not None or job.is_elsewhere:
             if job.running is not None:
-                self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
+                self._recorder.stop(job.running, cancelled())
             elif job.error is not None:
                 raise job.error.fresh()
             elif self._store.sharing is not None:
@@ -328,7 +335,7 @@ class BackgroundJobs:
             self._index.remove(job)
             job = self._mirror.adopt(shared, asked_at)
         if shared.is_cancelled:
-            await self._recorder.end(job, ServiceError("cancelled", "the completion was cancelled"))
+            await self._recorder.end(job, cancelled())
         else:
             await self._resumer.resume(job, shared.stored)
 

@@ -19,7 +19,7 @@ from gptserve.server.jobs.index import JobIndex
 from gptserve.server.jobs.job import RunningJob
 from gptserve.server.jobs.mirror import Mirror
 from gptserve.server.jobs.sharing import SharedJob, Sharing
-from gptserve.server.jobs.store import JobStoreError, LeaseLostError, StoreUnavailableError
+from gptserve.server.jobs.store import JobStoreError, LeaseLostError, StoreUnavailableError, cancelled
 
 FOLLOW_INTERVAL_S = 0.1  # for readers of what another server computes
 CLAIM_INTERVAL_S = 0.25  # after which a free lease is taken, or an order to cancel obeyed
@@ -135,7 +135,7 @@ class Replica:
             if job is None or job.running is None:
                 orphans.append(completion_id)
             elif is_cancelled:
-                self._stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
+                self._stop(job.running, cancelled())
         if orphans := [completion_id for completion_id in orphans if completion_id not in self._taking]:
             await self._sharing.release(orphans)
         if not self._claims:

@@ -51,6 +51,11 @@ class LeaseLostError(JobStoreError):
         super().__init__("another server goes on with the completion")
 
 
+def cancelled() -> ServiceError:
+    """Return the error that a completion ends with when it is cancelled."""
+    return ServiceError("cancelled", "the completion was cancelled")
+
+
 @dataclass(frozen=True, slots=True)
 class FormerOwners:
     """Names of owners that earlier versions wrote, for stores that they could write.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -120,6 +123,42 @@ def test_the_readers_at_another_server_of_one_that_is_killed_have_the_undisturbe
     for follower in followers:
         follower.join(LIMIT_S)
     check_all(second.client, ids, collected, BODIES)
+
+
+def test_what_a_server_left_in_a_folder_servers_of_a_database_go_on_with_and_a_folder_keeps(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    gate = EngineGate(tmp_path / "gate")
+    gate.folder.mkdir()
+
+    def launch(folder: str) -> Process:
+        return Process(*FLAGS, "--state-dir", str(tmp_path / folder), main=MORTAL, **{VARIABLE: str(gate.folder)})
+
+    def move(direction: str, folder: str) -> str:
+        command = (Path(sys.executable).with_name("gptserve"), "state", direction, tmp_path / folder)
+        environment = {**os.environ, "GPTSERVE_STATE_URL": postgres_url}
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    first = launch("from")
+    with first.wait_until_ready() as client:
+        gate.shut(after_steps=60)
+        ids = [begin(client, body) for body in BODIES]
+        reader = Follower(client.base_url, ids[0], [])
+        while not gate.is_reached:
+            reader.join(0.01)
+        first.kill()
+    assert move("import", "from") == f"imported {len(ids)} completions, {len(ids)} of them to go on\n"
+    gate.open()
+    second = Replica(postgres_url, gate)
+    collected = [events_of(second.client, completion_id) for completion_id in ids]
+    check_all(second.client, ids, collected, BODIES)
+    second.kill()
+    PostgresServer.execute_at(postgres_url, "UPDATE gptserve.replicas SET ttl_s = 0")  # as if the ttl were over
+    assert move("export", "to") == f"exported {2 * len(ids)} completions, 0 of them to go on\n"
+    last = launch("to")
+    with last.wait_until_ready() as client:
+        assert [events_of(client, completion_id) for completion_id in ids] == collected
+    last.kill()
 
 
 def test_a_server_that_was_stopped_for_too_long_writes_nothing_more_and_goes_on_reading(

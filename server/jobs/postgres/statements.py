@@ -71,6 +71,10 @@ new AS (
 )
 INSERT INTO gptserve.leases SELECT new.id, new.fingerprint, new.created, me.id FROM new, me RETURNING completion_id
 """
+INSERT = f"""
+INSERT INTO gptserve.completions ({", ".join(_COLUMNS)}, num_prompt_tokens, num_bytes)
+VALUES ({", ".join(f"%({name})s" for name in (*_COLUMNS, "num_prompt_tokens", "num_bytes"))})
+"""
 IS_MEMBER = "SELECT EXISTS (SELECT FROM gptserve.replicas WHERE id = %(me)s)"
 IS_HELD = "SELECT EXISTS (SELECT FROM gptserve.leases WHERE replica = %(me)s AND completion_id = %(id)s)"
 # A batch follows the one before it, which a database that crashed may have lost. One that is repeated, as its answer
