@@ -1,5 +1,7 @@
 """Which cases of a test run always where its mark `some(n)` says that n of them are enough; the others are slow.
 
+Cases whose ids the mark names after n run always, too: `some(3, "GPT-2")`.
+
 Each case adds as many pairs of values as it can to those before it, as most faults show in two values that meet. Of
 cases that add as many, the hash of the id decides, so that a case stays chosen while others come and go.
 """
@@ -21,11 +23,11 @@ def leave_some(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("some") is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_test in cases.values():
-        [num] = of_test[0].get_closest_marker("some").args  # type: ignore[union-attr]
+        num, *named = of_test[0].get_closest_marker("some").args  # type: ignore[union-attr]
         always = [item for item in of_test if item.get_closest_marker("slow") is None]
         kept = chosen({item.nodeid: _values(item) for item in always}, num)
         for item in always:
-            if item.nodeid not in kept:
+            if item.nodeid not in kept and vars(item)["callspec"].id not in named:
                 item.add_marker(pytest.mark.slow)
 
 

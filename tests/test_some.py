@@ -20,6 +20,11 @@ import pytest
 def test_cases(number, letter):
     pass
 
+@pytest.mark.some(1, "8", "9")
+@pytest.mark.parametrize("number", range(10))
+def test_named(number):
+    pass
+
 def test_alone():
     pass
 """
@@ -69,7 +74,10 @@ def test_the_cases_beyond_those_are_slow(tmp_path: Path) -> None:
     )
 
     assert gate[-1] == "test_alone"
-    assert len(gate) == 3
-    assert len(slow) == 4
+    named = [name for name in gate if "test_named" in name]
+    assert {"test_named[8]", "test_named[9]"} < set(named)
+    assert len(named) == 3
+    assert len(gate) == 6
+    assert len(slow) == 11
     assert {name[-2] for name in gate[:2]} == {"a", "b"}
     assert {name[len("test_cases[")] for name in gate[:2]} == {"0", "1"}
