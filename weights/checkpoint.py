@@ -152,7 +152,7 @@ class Checkpoint:
             return part.type.cut(tensors, start, end)
         if part.type is PLAIN:
             (values,) = tensors.values()
-            values = values.t() if source.transpose else values
+            values = values.t() if source.transpose else values.view(-1) if values.dim() == 0 else values
         else:
             with _named_faults(name, part):
                 values = _unpack(part.type, part.shape if source.entry is None else part.shape[1:], tensors, dtype)

@@ -168,6 +168,8 @@ class ModelConfig:
     """Position p takes row p + offset of the sinusoids, or of the table in the file, whose first rows are unused."""
 
     activation: Activation = "gelu_tanh"
+    xielu: bool = False
+    """The activation is xIELU (Huang & Schlag 2025), with numbers of each layer's own, and not gated: see Xielu."""
     gated_ffn: bool = False
     """act(gate) * up instead of act(up)."""
     ffn_limit: float | None = None

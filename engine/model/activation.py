@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -42,6 +43,34 @@ def sigmoid(x: Tensor) -> Tensor:
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(x / cap), x itself without a cap."""
     return x if cap is None else cap * activate(x / cap, "tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """xIELU of one layer (Huang & Schlag, "Deriving Activation Functions Using Integration", 2025).
+
+    For x > 0 it is alpha_p x^2 + beta x, else alpha_n (e^min(x, eps) - 1 - x) + beta x.
+    """
+
+    numbers: Tensor
+    """alpha_p, alpha_n, beta and eps, fp32 [4]."""
+
+    @classmethod
+    def of(cls, stored: Tensor) -> Xielu:
+        """Return that of the canonical tensor, [4]: both alphas there are before their softplus, and alpha_n's beta."""
+        alphas, others = functional.softplus(stored[:2]), stored[2:]
+        return cls(torch.cat([alphas[:1], alphas[1:] + others[:1], others]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the activation of x, elementwise in fp32, rounded once; its bits depend on the element alone."""
+        return _by_vectors(x, self._compute)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        alpha_p, alpha_n, beta, eps = self.numbers
+        wide = x.float()
+        below = (torch.expm1(torch.minimum(wide, eps)) - wide) * alpha_n
+        y: Tensor = torch.where(wide > 0, alpha_p * wide * wide, below) + beta * wide
+        return y.to(x.dtype)
 
 
 def gated(x: Tensor, activation: Activation, limit: float | None) -> Tensor:

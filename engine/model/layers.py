@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.activation import activate
+from gptserve.engine.model.activation import Xielu, activate
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.norm import Norm, normalize_heads_
-from gptserve.engine.model.operations import BlockWriter, Operations, WritePart
+from gptserve.engine.model.operations import BlockWriter, WritePart
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.engine.model.routing import take_route
 from gptserve.weights.config import Experts, LayerConfig, ModelConfig
@@ -100,9 +100,9 @@ class FeedForward:
     """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
 
     def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
-        self._activate = _activation(config, source.operations) if config.gated_ffn else None
-        fused = None if config.gated_ffn else config.activation
+        fused = None if config.gated_ffn or config.xielu else config.activation
         self._up = take_linear(source, f"{name}.ffn_up", bias=config.ffn_bias, activation=fused)
+        self._activate = _activation(config, source, name) if fused is None else None
         self._down = take_linear(source, f"{name}.ffn_down", bias=config.ffn_bias)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -230,10 +230,12 @@ class Block:
         ffn("h" if config.shared_norm else "h2", "x", "x")
 
 
-def _activation(config: ModelConfig, operations: Operations) -> Callable[[Tensor], Tensor]:
-    """Return the function from outputs of ffn_up to inputs of ffn_down."""
+def _activation(config: ModelConfig, source: StreamedTensors, name: str) -> Callable[[Tensor], Tensor]:
+    """Return the function from outputs of ffn_up to inputs of ffn_down, of the feed-forward of this name."""
+    if config.xielu:
+        return source.xielus.setdefault(name, Xielu.of(source.take(f"{name}.xielu")))
     if config.gated_ffn:
-        return lambda x: operations.gate(x, config.activation, config.ffn_limit)
+        return lambda x: source.operations.gate(x, config.activation, config.ffn_limit)
     return partial(activate, activation=config.activation)
 
 
@@ -246,6 +248,6 @@ def take_feed_forward(
     route, operations = take_route(experts, source, f"{name}.router", bias=config.ffn_bias), source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, experts.num_all, config.ffn_bias)
-        return GroupedExperts(route, weights, _activation(config, operations), operations.experts)
+        return GroupedExperts(route, weights, _activation(config, source, name), operations.experts)
     ffns = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num_all)]
     return MixtureOfExperts(route, ffns)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gptserve.engine.model.activation import Xielu
 from gptserve.engine.model.attention import AttentionSpec
 from gptserve.engine.model.classifier import Classifier
 from gptserve.engine.model.group import Group
@@ -46,6 +47,8 @@ class StreamedTensors:
         self.norms: dict[str, Norm] = {}
         self.corrections: dict[str, Tensor] = {}
         """What routers add to scores for the choice, fp32, by the router's name."""
+        self.xielus: dict[str, Xielu] = {}
+        """By the name of the feed-forward's block."""
         self.attentions: list[AttentionSpec] = []
 
     def take(self, name: str) -> Tensor:

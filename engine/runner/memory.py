@@ -41,7 +41,7 @@ _PARTS = {
     "embedding": ("embed", "embed_in"),
     "position": ("position",),
     "attention": ("qkv", "attn_out", "sinks"),
-    "feed-forward": ("ffn_up", "ffn_down", "router", "correction"),
+    "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction"),
     "norms": (),  # all tensors named ..._norm
     "head": ("head", "embed_out"),
 }

@@ -332,6 +332,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEP, "head_dim": 16, "sliding_window": 11, "bos_token_id": 0, "eos_token_id": [1]},
     ),
     "Seed-OSS": ("seed_oss", {**_LLAMA, "head_dim": 24, "pad_token_id": 0}),
+    "Apertus": ("apertus", {**_LLAMA, "pad_token_id": 0}),
     "Arcee": ("arcee", {**_LLAMA, "head_dim": 16, "pad_token_id": 0}),
     "ERNIE 4.5": ("ernie4_5", {**_LLAMA, "head_dim": 24, "pad_token_id": 0}),
     "ERNIE 4.5 with biases": ("ernie4_5", {**_LLAMA, "head_dim": 16, "pad_token_id": 0, "use_bias": True}),

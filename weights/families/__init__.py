@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from gptserve.weights.families.apertus import APERTUS
 from gptserve.weights.families.arcee import ARCEE
 from gptserve.weights.families.bloom import BLOOM
 from gptserve.weights.families.codegen import CODEGEN
@@ -89,6 +90,7 @@ FAMILIES: dict[str, Family] = {
             COHERE2,
             GRANITE,
             NEMOTRON,
+            APERTUS,
             ARCEE,
             CWM,
             ERNIE4_5,

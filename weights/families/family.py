@@ -16,6 +16,7 @@ layer; linears are [out, in]):
         q_norm, k_norm   [D] and [D], or [H * D] and [G * D]
         attn_out         [hidden, H * D]
         ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
+        xielu            [4], fp32: alpha_p and alpha_n before their softplus, beta, eps
         ffn_down         [hidden, ffn]
         router           [experts, hidden], with one more row for a gate of the shared experts
         router.correction [experts], fp32

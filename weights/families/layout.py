@@ -59,8 +59,11 @@ def _named(
     is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
     is_absent |= dict.fromkeys(("ffn_up", "ffn_down"), layer.experts is not None)
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
+    is_absent["xielu"] = not config.xielu
     if is_absent.get(kind):
         return {}
+    if kind == "xielu":
+        return {name: Source(tuple((part, (1,)) for part in stored), is_wide=True)}
     if config.qk_norm == "own" and kind in ("q_norm", "k_norm"):
         return {f"{name}.weight": _own_norms(layer, kind, stored[0], qkv_order)}
     if kind.endswith("_norm"):

@@ -42,10 +42,13 @@ llama_sources = layout.decoder(NAMES)
 IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
-def read_llama_config(raw: RawConfig, *, attention_bias: bool = False, has_rotary: bool = True) -> ModelConfig:
+def read_llama_config(
+    raw: RawConfig, *, attention_bias: bool = False, has_rotary: bool = True, has_activation: bool = True
+) -> ModelConfig:
     """Return the fields that the layout's families share; each replaces those in which it differs.
 
-    `attention_bias` is for a file that does not say. Without `has_rotary` the family reads the positions itself.
+    `attention_bias` is for a file that does not say. Without `has_rotary` the family reads the positions itself,
+    and without `has_activation` the activation.
     """
     has_older_name = "max_sequence_length" in raw and "max_position_embeddings" not in raw  # early files of Llama 1
     context = "max_sequence_length" if has_older_name else "max_position_embeddings"
@@ -56,7 +59,7 @@ def read_llama_config(raw: RawConfig, *, attention_bias: bool = False, has_rotar
         with_ffn(config, raw.size("intermediate_size", limit=MAX_WIDTH)),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
-        activation=raw.choice("hidden_act", ACTIVATIONS, default="silu"),
+        activation=raw.choice("hidden_act", ACTIVATIONS, default="silu") if has_activation else config.activation,
         gated_ffn=True,
         ffn_bias=raw.boolean("mlp_bias", default=False),
         norm="rmsnorm",

@@ -42,7 +42,6 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
         "they are not computed"
     ),
     WITH_SHARED_LAYERS: "has layers that share keys and values or have embeddings of their own: they are not computed",
-    ("apertus",): "has an activation with two learnt numbers in each layer (xIELU): it is not computed",
     ("phimoe",): "chooses each expert by a softmax of its own (SparseMixer): it is not computed",
     ("bitnet",): "has ternary weights, and norms inside attention and feed-forward: they are not computed",
     OF_2023: "is Falcon in the format of its own code: use its present files, whose model_type is falcon",

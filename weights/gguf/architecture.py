@@ -67,6 +67,8 @@ class Architecture:
     """The tensors that have those of all experts, and the name of one, with {} for its number."""
     heads: Mapping[str, str] = field(default_factory=dict)
     """And those that have the vectors of all heads."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """The keys, with no architecture before them, that have a number for each layer, and the name of its tensor."""
     rows: tuple[str, ...] = ()
     """The tensors of a layer that are the only row of a matrix in the checkpoint."""
     eps: tuple[str, str] | None = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")

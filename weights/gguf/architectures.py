@@ -102,6 +102,7 @@ def _stored(header: Header, keys: Keys, architecture: Architecture) -> Fields:
 
 def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors by their names in the checkpoint, but those of layers behind the last one."""
+    yield from _numbers(keys, architecture)
     num_layers = keys.num_layers if keys.get("nextn_predict_layers") else None
     for name, tensor in keys.header.tensors.items():
         if name in _UNREAD_TENSORS:
@@ -129,6 +130,19 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
             if f"{part}.{kind}" in architecture.rows and len(tensor.shape) == 1:
                 tensor = replace(tensor, shape=(1, *tensor.shape))
             yield _name(layer, part, kind, architecture) or name, tensor
+
+
+def _numbers(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, StoredTensor]]:
+    header, num_layers = keys.header, keys.num_layers
+    for key, part in architecture.numbers.items():
+        stored = header.vectors.get(key)
+        if stored is None or stored.shape != (num_layers,):
+            found = "but is missing" if key not in header.keys else f"got {shown(header.keys[key])}"
+            raise InvalidCheckpointError(
+                f"{header.path}: {key} must be an array of {num_layers} numbers in F32, {found}"
+            )
+        for number in range(num_layers):
+            yield f"{architecture.layers}.{number}.{part}", replace(stored.entry(number), shape=(1,))
 
 
 def _name(layer: str, part: str, kind: str, architecture: Architecture) -> str | None:

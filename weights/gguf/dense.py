@@ -89,10 +89,17 @@ def _mistral3(keys: Keys) -> Fields:
 
 
 def _ministral3(keys: Keys) -> Fields:
-    rope = rope_fields(keys)
-    scaling = {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope}
-    scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+    scaling = _rope_parameters(keys) | {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
     return _mistral3(keys) | {"rope_parameters": scaling}
+
+
+def _rope_parameters(keys: Keys) -> Fields:
+    rope = rope_fields(keys)
+    return {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope}
+
+
+def _apertus(keys: Keys) -> Fields:
+    return {"attention_bias": keys.has_attention_bias, "rope_parameters": _rope_parameters(keys)}
 
 
 def _falcon(keys: Keys) -> Fields:
@@ -271,6 +278,13 @@ DENSE: Mapping[str, Architecture] = {
     "qwen3": Architecture("qwen3", _qwen3),
     "qwen3vl": Architecture("qwen3", _qwen3),
     "smollm3": Architecture("smollm3", silu, pairs_heads=True),
+    "apertus": Architecture(
+        "apertus",
+        _apertus,
+        layer=LAYER | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        numbers={f"xielu.{part}": f"mlp.act_fn.{part}" for part in ("alpha_p", "alpha_n", "beta", "eps")},
+        has_rotary=False,
+    ),
     "arcee": Architecture("arcee", _arcee, pairs_heads=True),
     "phi2": Architecture("phi", _phi2, outer=_PHI2_OUTER, layer=LAYER | _PHI2, eps=LAYER_NORM),
     "phi3": Architecture("phi3", _phi3, layer=LAYER | _PHI3),

@@ -143,7 +143,7 @@ def _parts(path: Path) -> list[Path]:
 
 def _joined(headers: list[Header]) -> Header:
     """Return one header: the keys of the first part, the tensors of all."""
-    joined = Header(headers[0].path, headers[0].keys)
+    joined = Header(headers[0].path, headers[0].keys, vectors=headers[0].vectors)
     for header in headers:
         for name, tensor in header.tensors.items():
             if name in joined.tensors:

@@ -39,6 +39,8 @@ class Header:
     path: Path
     keys: dict[str, Value] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    vectors: dict[str, StoredTensor] = field(default_factory=dict)
+    """Where the values of keys are that are arrays of numbers in F32."""
 
 
 def read_header(path: Path) -> Header:
@@ -76,7 +78,12 @@ class _Reader:
             name = self._text(MAX_NAME_BYTES)
             if name in header.keys:
                 raise self._fault(f"has the key {shown(name)} twice")
-            header.keys[name] = self._value(self._number("I"))
+            kind, start = self._number("I"), self._at
+            header.keys[name] = self._value(kind)
+            if kind == _ARRAY and self._data[start : start + 4] == struct.pack("<I", _FLOAT):
+                begin = start + struct.calcsize("<IQ")
+                num = (self._at - begin) // struct.calcsize("<f")
+                header.vectors[name] = StoredTensor(self._path, name, "F32", (num,), begin, self._at)
         found = [self._tensor() for _ in range(num_tensors)]
         start = _aligned(self._at, self._alignment(header.keys))
         for name, type_name, shape, offset in found:

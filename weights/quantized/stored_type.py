@@ -105,7 +105,7 @@ class PackedType(StoredType, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Floats of 16 or 32 bits, in a tensor of the weight's name and shape."""
+    """Floats of 16 or 32 bits, in a tensor of the weight's name and shape; a single one may have the shape []."""
 
     name: str = "plain floats"
 
@@ -113,6 +113,8 @@ class Plain:
         return found.own in found
 
     def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
+        if shape == (1,) and found.own in found and found[found.own].shape == ():
+            shape = ()
         return {found.own: Expected(shape, FLOATS)}
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:

@@ -329,6 +329,8 @@ class _Writer:
             if self._config.gated_ffn:
                 hidden = buffers["gated"]
                 self.program.add("gate", buffers["up"], hidden, self._gate())
+            if self._config.xielu:
+                self.program.add("xielu", hidden, hidden, (c_float * 4)(*self._parts.xielus[name].numbers.tolist()))
             self._linear(f"{name}.ffn_down", hidden, target, residual)
 
         return append

@@ -15,11 +15,23 @@ from gptserve.engine.backends.cpu import native
 from gptserve.weights.config import Experts as Mixture
 
 Kind = Literal[
-    "linear", "attend", "experts", "take", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add", "copy"
+    "linear",
+    "attend",
+    "experts",
+    "take",
+    "embed",
+    "add_position",
+    "norm",
+    "clamp",
+    "rotate",
+    "gate",
+    "xielu",
+    "add",
+    "copy",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The index is the library's number."""
-_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "gate", "add", "copy")
+_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "gate", "xielu", "add", "copy")
 _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 
 

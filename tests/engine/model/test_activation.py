@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import exp, expm1, log1p
 from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from gptserve.engine.model.activation import activate
+from gptserve.engine.model.activation import Xielu, activate
 from gptserve.weights.config import Activation
 
 ROWS = 150
@@ -24,18 +27,26 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+XIELU = Xielu.of(torch.tensor([0.3, 1.2, 0.5, -1e-6]))
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: partial(activate, activation=name) for name in get_args(Activation)},
+    "xielu": XIELU,
+}
+
+
 @pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", get_args(Activation))
-def test_no_bit_depends_on_other_rows_or_on_threads(activation: Activation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", COMPUTED)
+def test_no_bit_depends_on_other_rows_or_on_threads(activation: str, dtype: torch.dtype) -> None:
+    compute = COMPUTED[activation]
     for width in (50, 720, 2880):
         x = (3 * torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))).to(dtype)
         torch.set_num_threads(1)
-        alone = torch.cat([activate(row, activation) for row in x.split(1)])
+        alone = torch.cat([compute(row) for row in x.split(1)])
         for num_threads in THREADS:
             torch.set_num_threads(num_threads)
             for count in COUNTS:
-                assert torch.equal(activate(x[:count], activation), alone[:count]), (width, num_threads, count)
+                assert torch.equal(compute(x[:count]), alone[:count]), (width, num_threads, count)
 
 
 def test_the_comparison_sees_what_torch_leaves_to_other_code() -> None:
@@ -48,3 +59,13 @@ def test_a_view_of_columns_is_activated_as_its_copy() -> None:
     assert torch.equal(activate(x, "silu"), activate(x.contiguous(), "silu"))
     assert activate(x, "silu").shape == x.shape
     assert activate(torch.empty(0, 50), "silu").shape == (0, 50)
+
+
+def test_xielu_has_the_numbers_of_its_tensor_after_a_softplus() -> None:
+    """x <= 0 has alpha_n + beta times what is curved: values of the definition in double precision."""
+    alpha_p, alpha_n = log1p(exp(0.3)), 0.5 + log1p(exp(1.2))
+    for x in (2.0, 0.1, 0.0, -1e-8, -0.3, -4.0):
+        curved = alpha_p * x * x if x > 0 else alpha_n * (expm1(min(x, -1e-6)) - x)
+        assert XIELU(torch.tensor([[x]])).item() == pytest.approx(curved + 0.5 * x, rel=2e-6, abs=1e-7)
+    assert Xielu.of(torch.tensor([166.0, 40.75, 0.5, -1e-6])).numbers.tolist()[:2] == [166.0, 41.25]
+    assert XIELU(torch.tensor([[2.0]], dtype=torch.bfloat16)).dtype is torch.bfloat16

@@ -52,7 +52,6 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ),
         ("qwen3_next", "qwen3_next has layers that keep a state in place of keys and values, as Mamba, convolutions"),
         ("gemma4", "gemma4 has layers that share keys and values or have embeddings of their own"),
-        ("apertus", r"apertus has an activation with two learnt numbers in each layer \(xIELU\)"),
         ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
         ("bitnet", "bitnet has ternary weights, and norms inside attention and feed-forward"),
         ("RefinedWebModel", "RefinedWebModel is Falcon in the format of its own code: use its present files, whose"),

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "mistral": MODEL_ARCH.MISTRAL3,
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
+    "apertus": MODEL_ARCH.APERTUS,
     "arcee": MODEL_ARCH.ARCEE,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo": MODEL_ARCH.OLMO,

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "Ministral 3, YaRN",
                 "Gemma",
                 "SmolLM3",
+                "Apertus",
                 "Arcee",
             ),
             *("OLMo, clipped", "OLMo 2", "OLMo 3, past its window", "OLMoE"),
@@ -249,6 +250,23 @@ def test_parts_that_are_no_heads_or_experts_are_refused(
     header = read_header(path)
     header.keys[key] = 1
     with pytest.raises(InvalidCheckpointError, match=rf"tensor blk.0.{tensor}.weight must have {of_what}$"):
+        named_tensors(header)
+
+
+@pytest.mark.parametrize(("value", "found"), [(None, "but is missing"), ([0.5], r"got \[0.5\]"), (0.5, "got 0.5")])
+def test_numbers_that_no_layer_has_are_refused(value: list[float] | float | None, found: str, tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Apertus"])
+    write_gguf(folder, path, GGMLQuantizationType.F16)
+    header = read_header(path)
+    assert header.vectors["xielu.beta"].shape == (2,)
+    whole = header.vectors.pop("xielu.beta")
+    del header.keys["xielu.beta"]
+    if value is not None:
+        header.keys["xielu.beta"] = value
+    if isinstance(value, list):
+        header.vectors["xielu.beta"] = replace(whole, shape=(1,))
+    with pytest.raises(InvalidCheckpointError, match=rf"xielu.beta must be an array of 2 numbers in F32, {found}$"):
         named_tensors(header)
 
 

@@ -165,7 +165,7 @@ def minimal() -> bytes:
 MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
     "another architecture": (
         ("llama", "mamba"),
-        "general.architecture 'mamba' is not supported; GGUF files of arcee, ",
+        "general.architecture 'mamba' is not supported; GGUF files of apertus, ",
     ),
     "another tokenizer": (
         ("gpt2", "bert"),

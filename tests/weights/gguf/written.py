@@ -92,8 +92,13 @@ def write_gguf(
         for i in range(num_layers, num_layers + num_behind):
             writer.add_tensor(f"blk.{i}.nextn.enorm.weight", np.ones(8, np.float32))
             writer.add_tensor(f"blk.{i}.attn_q.weight", np.ones((8, 8), np.float32))
+    for part in ("alpha_p", "alpha_n", "beta", "eps") if config["model_type"] == "apertus" else ():
+        in_layers = [values[f"model.layers.{i}.mlp.act_fn.{part}"].item() for i in range(num_layers)]
+        getattr(writer, f"add_xielu_{part}")(in_layers)
     experts, heads = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for name, value in values.items():
+        if ".act_fn." in name:
+            continue
         if of_expert := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
             packed = quantize(value.astype(np.float32), quant)
             experts.setdefault(f"{of_expert[1]}.{of_expert[2]}.weight", []).append(packed)

@@ -20,6 +20,20 @@ static inline Floats exp_of(Floats x) {
     return times_power(y, n);
 }
 
+// Return e^m - 1 - x for m <= 0, near x or equal to it: near 0 by the Taylor series of e^m, whose first term left out is
+// below 5e-8 of the sum, as the difference would cancel.
+static inline Floats expm1_minus(Floats m, Floats x) {
+    Floats y = broadcast(1.f / 40320);
+    y = fma(y, m, broadcast(1.f / 5040));
+    y = fma(y, m, broadcast(1.f / 720));
+    y = fma(y, m, broadcast(1.f / 120));
+    y = fma(y, m, broadcast(1.f / 24));
+    y = fma(y, m, broadcast(1.f / 6));
+    y = fma(y, m, broadcast(0.5f));
+    const Floats far = exp_of(m) - broadcast(1.f) - x;
+    return where_above(m, broadcast(-0.5f), fma(m * m, y, m - x), far);
+}
+
 // Return x / (1 + e^-s).
 static inline Floats times_sigmoid(Floats x, Floats s) { return x / (broadcast(1.f) + exp_of(broadcast(0.f) - s)); }
 

@@ -24,6 +24,7 @@ enum Kind {
     CLAMP,         // data: const float*; to [-limit, limit]
     ROTATE,        // data: Rotation; in place
     GATE,          // data: Gate; out is act(first half of in) * second half
+    XIELU,         // data: Xielu; in place
     ADD,           // out is in plus residual
     COPY,          // out is in, in the type of out
     // Parts of EXPERTS, which only experts.cpp writes; data: Experts.
@@ -34,7 +35,7 @@ enum Kind {
 };
 
 // In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR in int8 and
-// int10, both of GATE, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
+// int10, both of GATE and XIELU, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
 struct Buffer {
     void* data;     // [rows][width], of fp32 if wide, else of the program's elements
     int64_t width;
@@ -97,6 +98,11 @@ struct Rotation {
 struct Gate {
     float limit;  // in the type of the rows; 0 for none
     int32_t activation;
+};
+
+// The numbers of class Xielu in engine/model/activation.py, which says what they are.
+struct Xielu {
+    float alpha_p, alpha_n, beta, eps;
 };
 
 // How a mixture chooses and weighs experts: Router of weights/config.py has the meaning of each field.

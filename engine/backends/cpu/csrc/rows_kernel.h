@@ -179,6 +179,26 @@ static void gate(const Operation& op, const Program& program, const Step&, int64
     (program.buffers[op.in].wide ? gate_typed_row<float> : gate_typed_row<T>)(op, program, row);
 }
 
+template <class T>
+static void xielu_row(const Xielu& xielu, T* out, int64_t width) {
+    const Floats alpha_p = broadcast(xielu.alpha_p), alpha_n = broadcast(xielu.alpha_n), eps = broadcast(xielu.eps);
+    const Floats beta = broadcast(xielu.beta), zero = broadcast(0);
+    each(width, [=](int64_t i, int count) {
+        const Floats x = load(out + i, count);
+        const Floats m = min(eps, x);  // NaN, the second operand, stays NaN
+        const Floats curved = where_above(x, zero, alpha_p * (x * x), alpha_n * expm1_minus(m, x));
+        store(out + i, count, fma(beta, x, curved));
+    });
+}
+
+template <class T>
+static void xielu(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Xielu& numbers = *(const Xielu*)op.data;
+    const int64_t width = program.buffers[op.out].width;
+    if (program.buffers[op.out].wide) xielu_row(numbers, row_of<float>(program, op.out, row), width);
+    else xielu_row(numbers, row_of<T>(program, op.out, row), width);
+}
+
 static inline bool ranks_above(float a, float b) { return a > b || (a != a && b == b); }
 
 // Find the num_best of num_scores scores that rank highest, the highest first; of equal ones the first. `get(i, count)`
@@ -334,6 +354,6 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
 
 template <class T>
 static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
-    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, add<T>,
-    copy<T>, choose<T>, gather<T>, mix<T>};
+    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, xielu<T>,
+    add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

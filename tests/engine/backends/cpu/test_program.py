@@ -13,7 +13,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeLinear
 from gptserve.engine.backends.cpu.program import Gate, Kind, Norm, Program, Rotation, Table
-from gptserve.engine.model.activation import gated
+from gptserve.engine.model.activation import Xielu, gated
 from gptserve.weights.config import Activation
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -73,6 +73,7 @@ by_variant = pytest.mark.parametrize(
     [(dtype, variant) for dtype in DTYPES for variant in native.supported_variants(8 * dtype.itemsize)],
 )
 
+XIELU = Xielu.of(torch.tensor([1.5, 30.0, 0.5, -1e-3]))
 OPERATIONS: dict[str, Add] = {
     "layernorm": norm(1, centred=True, scaled=True),
     "layernorm without weights": norm(1, centred=True, scaled=False),
@@ -86,6 +87,7 @@ OPERATIONS: dict[str, Add] = {
     "taken rows": lambda program, y: program.add("take", "y", "out"),
     **{f"gate by {name}": gate(name) for name in native.ACTIVATIONS},
     "limited gate": gate("gelu_sigmoid", 2.5),
+    "xIELU": lambda program, y: program.add("xielu", "out", "out", (c_float * 4)(*XIELU.numbers.tolist())),
 }
 
 
@@ -129,6 +131,36 @@ def test_a_gate_has_wide_buffers_on_both_sides_or_on_none() -> None:
         program = Program({"x": 64, "out": 32}, 2, wide=(wide,))
         with pytest.raises(AssertionError, match="it has one width"):
             program.add("gate", "x", "out", Gate(0.0, 0))
+
+
+def xielu_by_program(x: Tensor, numbers: Tensor, variant: native.Variant, *, in_bf16: bool = False) -> Tensor:
+    out = x.clone()
+    program = Program({"x": x.shape[1]}, 2 if in_bf16 else x.itemsize, variant, ("x",) if in_bf16 else ())
+    program.add("xielu", "x", "x", (c_float * 4)(*numbers.tolist()))
+    program.place("x", out.data_ptr())
+    program.run(len(x))
+    return out
+
+
+@by_variant
+@pytest.mark.parametrize("stored", [(0.2, -0.1, 0.5, -1e-6), (166.0, 40.75, 0.5, -1e-6), (-3.0, 2.0, 1.5, -0.8)])
+def test_xielu_is_what_torch_computes(stored: tuple[float, ...], dtype: torch.dtype, variant: native.Variant) -> None:
+    xielu = Xielu.of(torch.tensor(stored))
+    for width in WIDTHS:
+        x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width)).mul(3).to(dtype)
+        x[0, -1], x[1, 0], x[2, -1], x[3, 0], x[4, :2] = torch.nan, torch.inf, -200, 0, -1e-7
+        x = torch.cat([x, x / 16, x / 1024], dim=1)
+        found, expected = xielu_by_program(x, xielu.numbers, variant), xielu(x)
+        # e^x - 1 - x of torch has an error that is that of x, times alpha_n.
+        close = 2**-22 * (1 + xielu.numbers[1].item()) if dtype is torch.float32 else 2**-12
+        torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=close, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant", native.supported_variants(32))
+def test_a_wide_xielu_of_a_program_in_bf16_is_that_of_one_in_fp32(variant: native.Variant) -> None:
+    x = torch.randn(ROWS, 50)
+    wide = xielu_by_program(x, XIELU.numbers, variant, in_bf16=True)
+    assert torch.equal(wide, xielu_by_program(x, XIELU.numbers, variant))
 
 
 def computed(

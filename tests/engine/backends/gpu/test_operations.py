@@ -47,7 +47,7 @@ OTHERS = (
     *("GLM 4 of 2025", "Arcee", "StarCoder2, past its window", "StableLM, parallel, biases"),
     *("Qwen2 MoE", "GLM 4.5, in groups", "dots.llm1", "ERNIE 4.5 MoE", "MiniMax M2", "Hunyuan MoE"),
     *("CodeGen", "Falcon 40B", "Falcon RW", "Persimmon", "Ministral 3, YaRN"),
-    *("StableLM 2 12B", "Command R+", "Qwen3-VL with experts"),
+    *("StableLM 2 12B", "Command R+", "Qwen3-VL with experts", "Apertus"),
 )
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
