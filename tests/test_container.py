@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from tests.deploy.tools import run_tool
 
 ROOT = Path(__file__).parents[1]
 INSTALL = ["install", "--directory", "--owner", "1000", "--group", "0", "--mode", "775"]
+REPLICAS = ROOT / "deploy" / "nginx" / "replicas.conf"
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:
@@ -91,6 +93,9 @@ def test_the_state_is_on_a_volume_that_outlives_the_container(service: dict[str,
 
 def test_only_this_machine_reaches_what_has_no_key() -> None:
     for name, service in compose()["services"].items():
+        if name in ("replica", "database"):
+            assert not service.get("ports"), "the balancer is before it, or nobody"
+            continue
         [port] = service["ports"]
         assert port.startswith(("127.0.0.1:", "${ADDRESS:-127.0.0.1}:")), name
     assert "GPTSERVE_API_KEY:?" in compose()["x-published-with"]
@@ -109,8 +114,8 @@ def test_docker_compose_publishes_the_server_where_it_is_told(given: dict[str, s
     command = ("--env-file", "/dev/null", "--profile", "*", "config", "--format", "json")
     services = json.loads(run_tool("docker-compose", *command, **given))["services"]
 
-    assert {name: service["ports"][0]["host_ip"] for name, service in services.items()} == {
-        **{"gptserve": address, "cpu": address},
+    assert {name: service["ports"][0]["host_ip"] for name, service in services.items() if service.get("ports")} == {
+        **{"gptserve": address, "cpu": address, "balancer": address},
         **{"prometheus": "127.0.0.1", "grafana": "127.0.0.1"},
     }
 
@@ -135,6 +140,37 @@ def test_what_monitoring_mounts_exists() -> None:
 
     assert len(sources) == 3
     assert all((ROOT / source).is_dir() for source in sources)
+
+
+def test_replicas_share_a_database_that_nobody_else_reaches() -> None:
+    found, servers = compose()["services"], load_settings({}, {})
+    replica, database, balancer = found["replica"], found["database"], found["balancer"]
+    given = dict(entry.partition("=")[::2] for entry in replica["environment"])
+    settings = load_settings({}, {name: value for name, value in given.items() if value})
+    url = urlsplit(settings.state_url or "")
+
+    assert settings.state_dir is None
+    assert (url.hostname, url.path) == ("database", f"/{url.username}")
+    assert f"POSTGRES_USER={url.username}" in database["environment"]
+    assert replica["deploy"] == {"replicas": 2}
+    assert {service["profiles"][0] for service in (replica, database, balancer)} == {"replicas"}
+    networks = compose()["networks"]
+    assert networks == {"database": {"internal": True}}
+    assert [name for name, service in found.items() if "database" in service.get("networks", ())] == [
+        "replica",
+        "database",
+    ]
+    assert database["volumes"][0].split(":")[0] in compose()["volumes"]
+    assert f"replica:{servers.port} " in REPLICAS.read_text(encoding="utf-8")
+
+
+def test_nginx_takes_the_configuration_of_the_balancer(tmp_path: Path) -> None:
+    [mounted] = compose()["services"]["balancer"]["volumes"]
+    assert (ROOT / mounted.split(":")[0]).samefile(REPLICAS)
+    text = REPLICAS.read_text(encoding="utf-8").replace("replica:8000", "127.0.0.1:8000")
+    (tmp_path / "all.conf").write_text(f"pid {tmp_path}/pid; events {{}} http {{ access_log off; {text} }}")
+
+    assert "test is successful" in run_tool("nginx", "-t", "-e", "stderr", "-c", tmp_path / "all.conf")
 
 
 def test_prometheus_asks_every_server_by_one_name() -> None:
