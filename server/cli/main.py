@@ -27,7 +27,7 @@ from gptserve.server.cli.input_text import STDIN, read_text
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.replicas import Replicas
 from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
-from gptserve.server.cli.state import URL_VARIABLE, add_state_flags, move_state
+from gptserve.server.cli.state import URL_VARIABLE, add_state_command, move_state
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.core.keys import KEY_RULE, is_key
 from gptserve.server.core.settings import ServerSettings
@@ -188,13 +188,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="folder to copy tokenizer files from")
     convert.set_defaults(parser=convert, run=_convert)
 
-    state = commands.add_parser(
-        "state",
-        help="move stored completions from a folder into a database, or back",
-        description="Copy all stored completions of a --state-dir into an empty database for --state-url, or back, "
-        "while no server uses either. Files and batches stay in the folder.",
-    )
-    add_state_flags(state)
+    state = add_state_command(commands)
     state.set_defaults(parser=state, run=_state)
 
 
@@ -322,8 +316,7 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 def _state(options: argparse.Namespace) -> int:
-    url = os.environ.get(URL_VARIABLE) if options.state_url is None else options.state_url
-    print_text([move_state(options.DIRECTION, options.FOLDER, url)])
+    print_text([move_state(options.DIRECTION, options.FOLDER, options.state_url or os.environ.get(URL_VARIABLE))])
     return 0
 
 

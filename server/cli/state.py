@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from typing import TypeVar
 
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.core.settings_extras import SettingsError, check_state_url
@@ -12,11 +13,21 @@ from gptserve.server.core.settings_extras import SettingsError, check_state_url
 URL_VARIABLE = "GPTSERVE_STATE_URL"
 
 
-def add_state_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `gptserve state`."""
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+
+
+def add_state_command(commands: argparse._SubParsersAction[Parser]) -> Parser:
+    """Add the command `gptserve state`."""
+    parser = commands.add_parser(
+        "state",
+        help="move stored completions from a folder into a database, or back",
+        description="Copy all stored completions of a --state-dir into an empty database for --state-url, or back, "
+        "while no server uses either. Files and batches stay in the folder.",
+    )
     parser.add_argument("DIRECTION", choices=["import", "export"], help="into the database, or out of it")
     parser.add_argument("FOLDER", type=Path, help="a --state-dir: to import from, or a new one to export into")
     parser.add_argument("--state-url", metavar="URL", help=f"the database (default: {URL_VARIABLE})")
+    return parser
 
 
 def move_state(direction: str, folder: Path, url: str | None) -> str:
