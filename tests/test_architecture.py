@@ -96,6 +96,7 @@ WITH_TORCH = {
     "gptserve.engine.staging",
     "gptserve.llm",
     "gptserve.weights.checkpoint",
+    "gptserve.weights.gguf.bits",
     "gptserve.weights.gguf.blocks",
     "gptserve.weights.gguf.codes",
     "gptserve.weights.gguf.tensors",

@@ -28,7 +28,7 @@ from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.parts import Part, find_code_formats, find_parts
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
-from gptserve.weights.quantized.coded import GROUP, CodedType, CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import AnyFormat, CodedType, CodedWeight, JoinedFormat, JoinedWeight, empty_codes
 from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
 from gptserve.weights.safetensors_files import find_tensors, opened
 from gptserve.weights.sharding import WHOLE, Share
@@ -71,7 +71,7 @@ class Checkpoint:
         progress: Callable[[int, int], None] | None = None,
         keeps: Collection[StoredType] = (),
         coded: Collection[str] = (),
-    ) -> Iterator[tuple[str, Tensor | CodedWeight]]:
+    ) -> Iterator[tuple[str, Tensor | CodedWeight | JoinedWeight]]:
         """Yield (canonical name, contiguous tensor) in canonical order; on a CPU vectors share memory.
 
         The weights whose names are among `coded`, which are some of `code_formats`, come as their codes.
@@ -102,27 +102,26 @@ class Checkpoint:
             yield from tensors.items()
 
     @cached_property
-    def code_formats(self) -> dict[str, CodeFormat]:
+    def code_formats(self) -> dict[str, AnyFormat]:
         """The weights that can come as codes, all their numbers as they are, by their canonical names."""
         return find_code_formats(self._sources, self._parts)
 
-    def _coded(self, source: Source, its_format: CodeFormat, dtype: torch.dtype) -> CodedWeight:
+    def _coded(self, source: Source, its_format: AnyFormat, dtype: torch.dtype) -> CodedWeight | JoinedWeight:
         """Return a weight as its codes."""
         num_out, num_in = source.joined_shape
-        codes = mapped(num_out * num_in).view(num_out, num_in)
-        scales = torch.empty(num_out, num_in // GROUP, dtype=torch.float16)
-        others = None if its_format.kind == "scales" else torch.empty_like(scales)
-        weight = CodedWeight(its_format, dtype, codes, scales, others)
-        row = 0
+        formats = its_format.parts if isinstance(its_format, JoinedFormat) else ((num_out, its_format),)
+        weights, row = [empty_codes(its, (num_rows, num_in), dtype) for num_rows, its in formats], 0
+        filled = iter(weights)
+        weight = next(filled)
         for name, _ in source.parts:
             part, tensors = self._parts[name], self._read(name, source.entry)
+            if row == weight.shape[0]:
+                weight, row = next(filled), 0
             with _named_faults(name, part):
                 row = _set_codes(weight, row, part, part.shape if source.entry is None else part.shape[1:], tensors)
-        if source.row_order is None:
-            return weight
-        order = torch.tensor(source.row_order)
-        others = None if others is None else others[order]
-        return CodedWeight(its_format, dtype, codes[order], scales[order], others)
+        if len(weights) > 1:
+            return JoinedWeight(tuple(weights))
+        return weight if source.row_order is None else weight.in_order(torch.tensor(source.row_order))
 
     def _shapes(self, name: str, source: Source, keeps: Collection[StoredType]) -> dict[str, Shape]:
         """Return the names and shapes of the tensors that a source becomes: of several, if it stays packed."""

@@ -16,7 +16,7 @@ from gptserve.weights.families.family import Source
 from gptserve.weights.gguf.folder import TENSORS_FILE
 from gptserve.weights.parts import Part, find_code_formats, find_parts
 from gptserve.weights.quantized import stored_types
-from gptserve.weights.quantized.coded import CodeFormat
+from gptserve.weights.quantized.coded import AnyFormat
 from gptserve.weights.quantized.stored_type import PLAIN
 from gptserve.weights.safetensors_files import find_tensors
 from gptserve.weights.tied_head import resolve_head
@@ -56,7 +56,7 @@ def stored_parts(folder: Path, config: ModelConfig) -> Iterator[StoredPart]:
             yield StoredPart(canonical, number, len(source.parts), its_type, num_bytes, math.prod(shape))
 
 
-def code_formats(folder: Path, config: ModelConfig) -> dict[str, CodeFormat]:
+def code_formats(folder: Path, config: ModelConfig) -> dict[str, AnyFormat]:
     """Return the weights that can come as codes, by their canonical names: Checkpoint.code_formats."""
     return find_code_formats(*_found(folder, config))
 

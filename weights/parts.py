@@ -13,7 +13,7 @@ from pathlib import Path
 from gptserve.weights.errors import InvalidCheckpointError, shown
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.quantized import type_of
-from gptserve.weights.quantized.coded import CodedType, CodeFormat, joined_format
+from gptserve.weights.quantized.coded import AnyFormat, CodedType, CodeFormat, joined_format
 from gptserve.weights.quantized.stored_type import PLAIN, Expected, Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import Shape, StoredTensor
 
@@ -73,22 +73,25 @@ def stored_as(
     return stored, shape if stored is PLAIN else its_shape
 
 
-def find_code_formats(sources: Mapping[str, Source], parts: Mapping[str, Part]) -> dict[str, CodeFormat]:
+def find_code_formats(sources: Mapping[str, Source], parts: Mapping[str, Part]) -> dict[str, AnyFormat]:
     """Return the weights that can come as codes (quantized/coded.py), by their canonical names.
 
-    The parts of a joined weight may have several formats, if one has all their numbers.
+    The parts of a joined weight may have several formats.
     """
-    found: dict[str, CodeFormat] = {}
+    found: dict[str, AnyFormat] = {}
     for name, source in sources.items():
         if name.endswith(".weight") and not (source.is_zero or source.is_wide or source.is_flat or source.columns):
-            its_parts = [parts[part] for part, _ in source.parts]
-            its = joined_format(
-                part.type.code_format(part.shape[-2:], part.tensors) if isinstance(part.type, CodedType) else None
-                for part in its_parts
-            )
+            its_parts = [_rows_and_format(parts[part]) for part, _ in source.parts]
+            its = joined_format(its_parts, in_order=source.row_order is None)
             if its is not None:
                 found[name] = its
     return found
+
+
+def _rows_and_format(part: Part) -> tuple[int, CodeFormat | None]:
+    """Return how many rows a part has, of one expert, and the format in which they can come as codes, if any."""
+    its = part.type.code_format(part.shape[-2:], part.tensors) if isinstance(part.type, CodedType) else None
+    return (0 if its is None else part.shape[-2]), its
 
 
 @dataclass

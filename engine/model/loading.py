@@ -20,10 +20,12 @@ from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
-from gptserve.weights.quantized.coded import CodedWeight
+from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
 
-Stream = Iterator[tuple[str, Tensor | CodedWeight]]
-"""Weights by their canonical names, in the order in which they are taken; some of linears come as codes."""
+Weight = Tensor | CodedWeight | JoinedWeight
+"""Those of some linears come as codes."""
+Stream = Iterator[tuple[str, Weight]]
+"""Weights by their canonical names, in the order in which they are taken."""
 
 
 class StreamedTensors:
@@ -42,7 +44,7 @@ class StreamedTensors:
     ) -> None:
         self._tensors, self.group, self.operations = tensors, group, operations
         self.maker = maker or DenseLinears()
-        self._waiting: dict[str, Tensor | CodedWeight] = {}
+        self._waiting: dict[str, Weight] = {}
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.corrections: dict[str, Tensor] = {}
@@ -57,7 +59,7 @@ class StreamedTensors:
         assert isinstance(tensor, Tensor)
         return tensor
 
-    def take_weight(self, name: str) -> Tensor | CodedWeight:
+    def take_weight(self, name: str) -> Weight:
         """Return the same of a linear's weight, which may come as codes."""
         while name not in self._waiting:
             other, tensor = next(self._tensors)
@@ -74,6 +76,7 @@ def take_embedding(source: StreamedTensors) -> tuple[Tensor, CodedWeight | None]
     weight = source.take_weight("embed.weight")
     if isinstance(weight, Tensor):
         return weight, None
+    assert isinstance(weight, CodedWeight)
     codes, (num, width) = weight, weight.shape
     table = mapped(num * width * codes.dtype.itemsize).view(codes.dtype).view(num, width)
     size = max(1, PIECE_ELEMENTS // width)
@@ -115,7 +118,7 @@ def take_linear(
     bias: bool,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
-    weight: Tensor | CodedWeight | None = None,
+    weight: Weight | None = None,
 ) -> Linear:
     """Return the linear of this name. `weight`, if given, is its weight, which the source then does not have."""
     weight = source.take_weight(f"{name}.weight") if weight is None else weight

@@ -21,7 +21,7 @@ from gptserve.engine.runner.control_groups import group_memory_bytes
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.quantized import held_shapes
-from gptserve.weights.quantized.coded import CodeFormat
+from gptserve.weights.quantized.coded import AnyFormat
 from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.sharding import WHOLE, Share
 
@@ -99,7 +99,7 @@ def keeps_codes(config: EngineConfig) -> bool:
     return config.quantization is None and config.tensor_parallel_size == 1 and native.is_available()
 
 
-def codes_kept(model: ModelConfig, formats: Mapping[str, CodeFormat]) -> dict[str, CodeFormat]:
+def codes_kept(model: ModelConfig, formats: Mapping[str, AnyFormat]) -> dict[str, AnyFormat]:
     """Return those of the weights that can come as codes which a CPU keeps so, by their canonical names.
 
     They are what a quantization changes. An embedding is also kept in its dtype; its codes are for a tied head.
@@ -134,7 +134,7 @@ def weight_bytes(
     quantization: Quantization | None = None,
     share: Share = WHOLE,
     kept: StoredType | None = None,
-    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
+    codes: Mapping[str, AnyFormat] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Return the bytes of a rank's parameters by part, as `held_weights` has them."""
     sizes = dict.fromkeys(_PARTS, 0)
@@ -149,7 +149,7 @@ def held_weights(
     quantization: Quantization | None = None,
     share: Share = WHOLE,
     kept: StoredType | None = None,
-    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
+    codes: Mapping[str, AnyFormat] = MappingProxyType({}),
 ) -> Iterator[HeldWeight]:
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
@@ -196,7 +196,7 @@ def linear_bytes(
     model: ModelConfig,
     quantization: Quantization | None,
     dtype_bytes: int,
-    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
+    codes: Mapping[str, AnyFormat] = MappingProxyType({}),
 ) -> int:
     """Return the bytes of the weights of layers and head, quantized, without padding, scales and what stays exact.
 

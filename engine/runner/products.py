@@ -30,7 +30,7 @@ from gptserve.engine.model.linear import Affine, DenseLinear, Linear, Rows
 from gptserve.engine.runner.memory import OF_STREAM, codes_kept, keeps_codes, linear_shapes, weight_type_of
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import AnyFormat, CodedWeight, JoinedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
 def choose_codes(
     config: EngineConfig,
     model: ModelConfig,
-    formats: Mapping[str, CodeFormat],
+    formats: Mapping[str, AnyFormat],
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, CodeFormat]:
+) -> dict[str, AnyFormat]:
     """Return which of the weights that can come as codes are multiplied as they are, by their canonical names."""
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     return codes_kept(model, formats) if fits and keeps_codes(config) else {}
@@ -120,7 +120,7 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
     """
     options = options or ProductOptions()
     weight, others = affine.weight, (affine.bias, affine.activation)
-    if isinstance(weight, CodedWeight):
+    if isinstance(weight, CodedWeight | JoinedWeight):
         return NativeCodedLinear(weight, *others, affine.out_dtype, memory=options.memory)
     terms = weight, *others
     exact, memory = options.exact_inputs, options.memory

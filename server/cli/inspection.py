@@ -23,7 +23,7 @@ from gptserve.engine.runner.memory import (
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.inventory import StoredPart
-from gptserve.weights.quantized.coded import CodeFormat
+from gptserve.weights.quantized.coded import AnyFormat, merged_names
 from gptserve.weights.quantized.stored_type import PackedType, StoredType
 from gptserve.weights.sharding import Share
 
@@ -132,7 +132,7 @@ def inspect_model(
     num_ranks: int = 1,
     types: Sequence[StoredType] = (),
     stored: Iterable[StoredPart] = (),
-    codes: Mapping[str, CodeFormat] = MappingProxyType({}),
+    codes: Mapping[str, AnyFormat] = MappingProxyType({}),
 ) -> ModelReport:
     """Make the report; memory_bytes, of each rank, is by default its share of this machine's free memory.
 
@@ -149,7 +149,7 @@ def inspect_model(
     parameters = parameter_counts(whole, share)
     num_parameters = sum(parameters.values())
     by_dtype = []
-    columns: list[tuple[str, int, Quantization | None, StoredType | None, Mapping[str, CodeFormat]]] = [
+    columns: list[tuple[str, int, Quantization | None, StoredType | None, Mapping[str, AnyFormat]]] = [
         (dtype, *column, None, {}) for dtype, column in TYPES.items() if num_ranks == 1 or column[1] is None
     ]  # int8 is not split
     if whole.has_experts:
@@ -293,7 +293,7 @@ def _computed_lines(report: ModelReport) -> list[str]:
     def names(row: ComputedReport) -> str:
         most = max(row.type_bytes.values())
         held = [name for name, size in row.type_bytes.items() if size >= _SHARE_SHOWN * most]
-        return ", ".join(sorted(held, key=lambda name: -row.type_bytes[name]))
+        return ", ".join(merged_names(sorted(held, key=lambda name: -row.type_bytes[name])))
 
     totals = [_bytes(entry.weight_bytes_per_token) for entry in report.by_dtype]
     return [

@@ -14,11 +14,13 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.runner.memory import codes_kept, held_weights, linear_bytes
 from gptserve.weights.families import load_config
 from gptserve.weights.inventory import code_formats
-from gptserve.weights.quantized.coded import CodedWeight
+from gptserve.weights.quantized.coded import CodedWeight, JoinedFormat
 from gptserve.weights.source import resolve_model
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
+from tests.weights.gguf.k_quants import TypeOf, q4_k_m
+from tests.weights.gguf.test_codes import WIDE
 from tests.weights.gguf.written import write_gguf
 from tests.weights.quantized.test_integers import CASES
 from tests.weights.quantized.test_quantized import write
@@ -26,9 +28,10 @@ from tests.weights.quantized.test_quantized import write
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
 
 
-def written(name: str, folder: Path, quant: GGMLQuantizationType = Q8_0) -> Path:
-    """Return the folder of a model in GGUF."""
-    write_model(folder, *SHAPES[name])
+def written(name: str, folder: Path, quant: GGMLQuantizationType | TypeOf = Q8_0) -> Path:
+    """Return the folder of a model in GGUF. For several types its rows are wide."""
+    model_type, settings = SHAPES[name]
+    write_model(folder, model_type, settings if isinstance(quant, GGMLQuantizationType) else {**settings, **WIDE})
     write_gguf(folder, folder / "model.gguf", quant)
     return resolve_model(str(folder / "model.gguf"))
 
@@ -74,6 +77,15 @@ def test_codes_of_folders_give_nearly_what_they_are_unpacked_to(name: str, tmp_p
     assert (found - expected).std() < 0.04 * expected.std()
 
 
+def test_several_types_in_a_layer_give_nearly_what_they_are_unpacked_to(tmp_path: Path) -> None:
+    folder = written("Llama", tmp_path, q4_k_m)
+    stored, unpacked = (make_engine(folder, dtype="float32", quantization=its) for its in (None, "none"))
+    assert (stored.info.product, unpacked.info.product) == ("native_coded", "native")
+    found, expected = logprobs(stored), logprobs(unpacked)
+    assert not torch.equal(found, expected)
+    assert (found - expected).std() < 0.04 * expected.std()
+
+
 def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written("Llama", tmp_path)
     assert make_engine(folder, dtype="bfloat16", quantization="int8").info.product == "native_int8"
@@ -82,10 +94,10 @@ def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monke
 
 
 @pytest.mark.some(3)
-@pytest.mark.parametrize("quant", [Q4_1, Q8_0])
+@pytest.mark.parametrize("quant", [Q4_1, Q8_0, q4_k_m], ids=lambda its: getattr(its, "name", "Q4_K_M"))
 @pytest.mark.parametrize("name", ["Llama", "Llama, biases, own head size, tied", "Mixtral, past its window"])
 def test_the_plan_has_the_bytes_that_the_linears_hold(
-    name: str, quant: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, quant: GGMLQuantizationType | TypeOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = written(name, tmp_path, quant)
     model = load_config(folder)
@@ -95,7 +107,7 @@ def test_the_plan_has_the_bytes_that_the_linears_hold(
 
     def counted(self: NativeCodedLinear, weight: CodedWeight) -> int:
         address = pack(self, weight)
-        (num_out, num_in), (packed,) = weight.shape, self._kept
+        (num_out, num_in), packed = weight.shape, self._kept[-1]
         padded = -(-num_out // native.COLUMNS) * native.COLUMNS, num_in
         assert packed.nbytes == weight.format.num_bytes(padded)
         held.append(packed.nbytes)
@@ -103,9 +115,11 @@ def test_the_plan_has_the_bytes_that_the_linears_hold(
 
     monkeypatch.setattr(NativeCodedLinear, "_pack_codes", counted)
     make_engine(folder, dtype="bfloat16")
-    assert len(held) == len(codes)
+    num_parts = [len(its.parts) if isinstance(its, JoinedFormat) else 1 for its in codes.values()]
+    assert len(held) == sum(num_parts)
+    assert (max(num_parts) > 1) == (quant is q4_k_m)
     planned = [entry for entry in held_weights(model, 2, codes=codes) if entry.type is not None]
-    assert {entry.type for entry in planned} == {next(iter(codes.values())).name}
+    assert {entry.type for entry in planned} == {its.name for its in codes.values()}
     assert len(planned) == len(codes)
     assert sum(held) * 0.8 < sum(entry.num_bytes for entry in planned) <= sum(held)  # which has padding
     assert linear_bytes(model, None, 2, codes) < linear_bytes(model, None, 2)

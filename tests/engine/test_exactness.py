@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from gptserve.engine.backends.cpu import native
@@ -40,6 +39,7 @@ from tests.engine.backends.cpu import onednn
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.exactness_table import PAGE, compare, contrast
+from tests.weights.gguf.k_quants import q4_k_m
 from tests.weights.gguf.written import write_gguf
 
 Result = tuple[list[int], list[TokenLogprobs]]
@@ -76,7 +76,7 @@ ALWAYS = {
     "float32": ("drafts while preempted",),
     "bfloat16": ("two threads", "drafts, one at a time"),
     "int8": ("a batch of 64",),
-    "Q4_1": ("a batch of 64",),
+    "Q4_K_M": ("a batch of 64",),
 }
 """The axes of the tests that are not slow, by type of numbers."""
 EAGER = ("eager float32", "eager bfloat16")
@@ -110,19 +110,19 @@ def results(engine: Engine, chosen: tuple[Request, ...]) -> dict[str, Result]:
 
 @functools.cache
 def quantized() -> TemporaryDirectory[str]:
-    """Return a folder with the model in GGUF's Q4_1."""
+    """Return a folder with the model in GGUF's mix Q4_K_M."""
     folder = TemporaryDirectory()
     path = Path(folder.name)
     shutil.copy(STORYTELLER / "config.json", path)
     weights = {name: tensor.float() for name, tensor in load_file(STORYTELLER / "model.safetensors").items()}
     save_file(weights, path / "model.safetensors")
-    write_gguf(path, path / "model.gguf", GGMLQuantizationType.Q4_1)
+    write_gguf(path, path / "model.gguf", q4_k_m)
     return folder
 
 
 def numbers(kind: str) -> dict[str, Any]:
     """Return the options of a type of numbers."""
-    if kind == "Q4_1":
+    if kind == "Q4_K_M":
         return {"dtype": "bfloat16"}
     return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind.removeprefix("eager ")}
 
@@ -147,9 +147,9 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def storyteller(dtype: str, **options: Any) -> Engine:
     """Return an engine that computes in a type of numbers, by what the type says."""
-    folder = resolve_model(str(Path(quantized().name) / "model.gguf")) if dtype == "Q4_1" else STORYTELLER
+    folder = resolve_model(str(Path(quantized().name) / "model.gguf")) if dtype == "Q4_K_M" else STORYTELLER
     engine = make_engine(folder, **numbers(dtype), **options)
-    if dtype == "Q4_1":
+    if dtype == "Q4_K_M":
         assert engine.info.product == "native_coded"
     if dtype in EAGER:
         assert (engine.info.product, engine.info.attention_backend) == ("onednn", "reference")

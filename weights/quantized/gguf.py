@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from gptserve.weights.gguf.block_sizes import BLOCKS, FLOATS
-from gptserve.weights.quantized.coded import GROUP, CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
 from gptserve.weights.quantized.stored_type import Expected, Found, UnfitError
 from gptserve.weights.raw_config import RawConfig
 from gptserve.weights.stored_tensor import Shape, StoredTensor
@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 CODE_FORMATS: Mapping[str, CodeFormat] = {
     "Q4_0": CodeFormat(4, "scales"),
     "Q4_1": CodeFormat(4, "scales and leasts"),
+    "Q5_0": CodeFormat(5, "scales"),
+    "Q5_1": CodeFormat(5, "scales and leasts"),
     "Q8_0": CodeFormat(8, "scales"),
+    "Q4_K": CodeFormat(4, "scales and leasts", 32),
+    "Q5_K": CodeFormat(5, "scales and leasts", 32),
+    "Q6_K": CodeFormat(6, "scales", 16),
+    "IQ4_NL": CodeFormat(4, "scales", has_table=True),
+    "IQ4_XS": CodeFormat(4, "scales", 32, has_table=True),
 }
-"""The types whose weights are codes in groups of 32, with scales in fp16."""
+"""The types whose weights are codes in groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +79,8 @@ class Gguf:
         return None if self.offset or len(shape) != 2 else CODE_FORMATS.get(self.type_name)
 
     def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
-        from gptserve.weights.gguf.codes import CODES
-
         (stored,) = tensors.values()
-        data = stored[self._places(shape[0], rows)]
-        codes, *numbers = CODES[self.type_name](data.reshape(-1, BLOCKS[self.type_name].num_bytes))
-        return CodedWeight(
-            CODE_FORMATS[self.type_name],
-            dtype,
-            codes.view(len(data), shape[1]),
-            *(its.view(len(data), shape[1] // GROUP) for its in numbers),
-        )
+        return _coded(self.type_name, stored[self._places(shape[0], rows)], dtype)
 
     def _places(self, num_rows: int, rows: slice) -> Tensor | slice:
         """Return where these rows are stored."""
@@ -142,11 +140,26 @@ class GgufHalves:
 
 def _values(type_name: str, data: Tensor, shape: Shape) -> Tensor:
     """Return rows of a tensor of this shape in fp32."""
+    import torch
+
     from gptserve.weights.gguf.blocks import UNPACK
 
     if type_name in FLOATS:
         return data.float()
+    if type_name in CODE_FORMATS:
+        return _coded(type_name, data.flatten(1), torch.float32).values(slice(None)).view(-1, *shape[1:])
     return UNPACK[type_name](data.reshape(-1, BLOCKS[type_name].num_bytes)).view(-1, *shape[1:])
+
+
+def _coded(type_name: str, data: Tensor, dtype: torch.dtype) -> CodedWeight:
+    """Return rows of blocks [rows, bytes] as codes."""
+    from gptserve.weights.gguf.codes import CODES
+
+    its = CODES[type_name](data.reshape(-1, BLOCKS[type_name].num_bytes))
+    codes, scales, *others = (None if part is None else part.reshape(len(data), -1) for part in its)
+    assert codes is not None
+    assert scales is not None
+    return CodedWeight(CODE_FORMATS[type_name], dtype, codes, scales, *others)
 
 
 def read_gguf(section: RawConfig) -> tuple[Gguf | GgufHalves, ...]:

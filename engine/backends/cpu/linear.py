@@ -20,7 +20,7 @@ from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import CodedWeight
+from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -208,7 +208,7 @@ class NativeCodedLinear(NativeLinear):
 
     def __init__(
         self,
-        weight: CodedWeight,
+        weight: CodedWeight | JoinedWeight,
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
@@ -221,25 +221,30 @@ class NativeCodedLinear(NativeLinear):
         self._padding, self._memory, self._kept = 0, memory or HugePages(), []
         variants = native.VARIANTS[native.CODED_VARIANTS]
         fastest = native.supported_variants(native.CODED_VARIANTS)[-1]
+        row, parts = 0, list[native.CodedRows]()
+        for part in weight.parts:
+            assert row % native.COLUMNS == 0
+            its_format = native.CODE_FORMATS.index(part.format)
+            parts.append(native.CodedRows(self._pack_codes(part), row // native.COLUMNS, its_format))
+            row += part.shape[0]
         self.weight = native.PackedWeight(
-            weight=self._pack_codes(weight),
             bias=self._pad_outputs(bias),
             num_in=self._num_in,
             num_out=self._num_out,
             activation=native.ACTIVATIONS.index(activation),
             variant=variants.index(variant or fastest) + 1,
-            element_bits=weight.format.bits,
-            grouping=native.GROUPINGS.index(weight.format.kind),
+            element_bits=max(part.format.bits for part in weight.parts),
+            num_parts=len(parts),
+            parts=(native.CodedRows * len(parts))(*parts),
         )
 
     def _pack_codes(self, weight: CodedWeight) -> int:
-        """Keep the weight in the library's layout; return where it begins."""
-        parts = (weight.codes, weight.scales, weight.others)
-        addresses = [None if part is None else part.data_ptr() for part in parts]
-        assert all(part is None or part.is_contiguous() for part in parts)
-        sizes = self._num_in, self._num_out, weight.format.bits, native.GROUPINGS.index(weight.format.kind)
+        """Keep rows in the library's layout; return where they begin."""
+        assert all(part is None or part.is_contiguous() for part in weight.tensors)
+        numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in weight.tensors))
+        sizes = self._num_in, weight.shape[0], native.CODE_FORMATS.index(weight.format)
         packed = self._keep(self._memory.take(self._library.native_grouped_size(*sizes)))
-        self._library.native_pack_groups(*addresses, *sizes, packed)
+        self._library.native_pack_groups(numbers, *sizes, packed)
         return packed
 
 

@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from gptserve.weights.quantized.coded import Kind
+from gptserve.weights.quantized.coded import CodeFormat
 
 logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 25
+ABI = 26
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
@@ -44,8 +44,14 @@ WIDE_OUT, WIDE_X, WIDE_RESIDUAL = 1, 2, 4
 """Of native_multiply's last argument: which of the result, x and the residual are in fp32."""
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
 """The index is the library's number."""
-GROUPINGS: tuple[Kind | None, ...] = (None, "scales", "scales and leasts", "scales and zeros")
-"""The index is the library's number."""
+CODE_FORMATS = (
+    *(CodeFormat(bits, kind) for bits in (4, 8) for kind in ("scales", "scales and leasts", "scales and zeros")),
+    *(CodeFormat(5, kind) for kind in ("scales", "scales and leasts")),
+    *(CodeFormat(bits, "scales and leasts", 32) for bits in (4, 5)),
+    CodeFormat(6, "scales", 16),
+    *(CodeFormat(4, "scales", sub_group, has_table=True) for sub_group in (0, 32)),
+)
+"""Those that products take. The index is the library's number."""
 CODED_VARIANTS = 4
 """The key of VARIANTS for codes in groups."""
 ROW_MULTIPLE = 32
@@ -57,13 +63,26 @@ def members(*declarations: tuple[type[Any], str]) -> list[tuple[str, type[Any]]]
     return [(name, kind) for kind, names in declarations for name in names.split()]
 
 
+class CodedRows(Structure):
+    """CodedRows of linear.h."""
+
+    _fields_ = members((c_void_p, "weight"), (c_int64, "panel format"))
+
+
+class NumbersOfCodes(Structure):
+    """NumbersOfCodes of groups.h."""
+
+    _fields_ = members((c_void_p, "codes scales others sub_scales sub_leasts"))
+
+
 class PackedWeight(Structure):
     """Linear of linear.h."""
 
     _fields_ = members(
         (c_void_p, "weight bias scales factors exact exact_outputs input_weights exact_inputs"),
         (c_int64, "num_in num_out num_exact num_exact_inputs"),
-        (c_int32, "activation variant element_bits grouping"),
+        (c_int32, "activation variant element_bits num_parts"),
+        (POINTER(CodedRows), "parts"),
     )
 
 
@@ -77,8 +96,8 @@ FUNCTIONS: Functions = {
     "native_populate_first": (None, c_void_p, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_unpack": (None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
-    "native_grouped_size": (c_int64, c_int64, c_int64, c_int, c_int),
-    "native_pack_groups": (None, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p),
+    "native_grouped_size": (c_int64, c_int64, c_int64, c_int64),
+    "native_pack_groups": (None, POINTER(NumbersOfCodes), c_int64, c_int64, c_int64, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_best_instructions": (c_int,),
     "native_fastest_instructions": (c_int,),

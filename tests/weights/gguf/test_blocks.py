@@ -10,6 +10,7 @@ from gguf.quants import dequantize
 
 from gptserve.weights.gguf.block_sizes import BLOCKS, FILE_TYPES, FLOATS
 from gptserve.weights.gguf.blocks import UNPACK
+from gptserve.weights.quantized.gguf import CODE_FORMATS, Gguf
 
 NUM_BLOCKS = 3000
 HALVES = {
@@ -31,17 +32,20 @@ def random_blocks(name: str) -> np.ndarray:
 
 
 @pytest.mark.some(4)
-@pytest.mark.parametrize("name", UNPACK)
+@pytest.mark.parametrize("name", [*UNPACK, *CODE_FORMATS])
 def test_blocks_mean_what_the_library_says(name: str) -> None:
     data = random_blocks(name)
     with np.errstate(over="ignore"):  # a scale of MXFP4 may be infinite
         expected = dequantize(data, GGMLQuantizationType[name])
-    assert torch.equal(UNPACK[name](torch.from_numpy(data)).view(torch.int32), torch.tensor(expected.view(np.int32)))
+    shape = expected.shape
+    found = Gguf(name).unpack(shape, {"": torch.from_numpy(data)}, slice(0, len(data)), torch.float32)
+    assert torch.equal(found.view(torch.int32), torch.tensor(expected.view(np.int32)))
     assert len(np.unique(expected)) > 100
 
 
 def test_the_sizes_are_those_of_the_library() -> None:
-    assert UNPACK.keys() | set(FLOATS) == BLOCKS.keys()
+    assert UNPACK.keys() | CODE_FORMATS.keys() | set(FLOATS) == BLOCKS.keys()
+    assert not UNPACK.keys() & CODE_FORMATS.keys()
     for name, block in BLOCKS.items():
         assert (block.num_elements, block.num_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     known = {its_type.value: its_type.name for its_type in GGMLQuantizationType}

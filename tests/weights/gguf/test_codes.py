@@ -11,17 +11,17 @@ from gguf import GGMLQuantizationType
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.inventory import code_formats
-from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedFormat, JoinedWeight
+from gptserve.weights.quantized.gguf import CODE_FORMATS
 from gptserve.weights.source import resolve_model
 from tests.parity.models import write_model
+from tests.weights.gguf.k_quants import q4_k_m
 from tests.weights.gguf.test_architectures import MODELS
 from tests.weights.gguf.written import write_gguf
 
-FORMATS = {
-    GGMLQuantizationType.Q4_0: CodeFormat(4, "scales"),
-    GGMLQuantizationType.Q4_1: CodeFormat(4, "scales and leasts"),
-    GGMLQuantizationType.Q8_0: CodeFormat(8, "scales"),
-}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+Q4_K, Q6_K = CODE_FORMATS["Q4_K"], CODE_FORMATS["Q6_K"]
+FORMATS = {GGMLQuantizationType[name]: CODE_FORMATS[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
 CASES = [
     *((name, GGMLQuantizationType.Q4_1) for name in ("Llama", "GPT-2", "Mixtral")),
     *((name, its) for name in ("GPT-NeoX", "Qwen3") for its in FORMATS),
@@ -38,6 +38,25 @@ def test_codes_are_what_is_unpacked(name: str, quant: GGMLQuantizationType, tmp_
     formats = checkpoint.code_formats
     assert code_formats(folder, checkpoint.config) == formats
     assert set(formats.values()) == {FORMATS[quant]}
+    check(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_parts_of_several_types_are_joined_as_they_are(name: str, tmp_path: Path) -> None:
+    model_type, settings = MODELS[name]
+    write_model(tmp_path, model_type, {**settings, **WIDE})
+    write_gguf(tmp_path, tmp_path / "model.gguf", q4_k_m)
+    folder = resolve_model(str(tmp_path / "model.gguf"))
+    checkpoint = Checkpoint(folder, load_config(folder))
+    formats = checkpoint.code_formats
+    assert formats["blocks.0.qkv.weight"] == JoinedFormat(((384, Q4_K), (128, Q6_K)))
+    assert {its for its in formats.values() if isinstance(its, CodeFormat)} == {Q4_K, Q6_K}
+    check(checkpoint)
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Check that codes mean what is unpacked, and take the bytes that their formats say."""
+    formats = checkpoint.code_formats
     unpacked = dict(checkpoint.stream(dtype=torch.float32, device="cpu"))
     num_read: list[int] = []
     coded = dict(
@@ -50,7 +69,7 @@ def test_codes_are_what_is_unpacked(name: str, quant: GGMLQuantizationType, tmp_
     assert any("qkv" in its for its in formats)
     for its in formats:
         weight = coded[its]
-        assert isinstance(weight, CodedWeight)
+        assert isinstance(weight, CodedWeight | JoinedWeight)
         assert weight.dtype is torch.bfloat16
-        assert torch.equal(weight.values(slice(0, weight.shape[0])), unpacked[its])
-        assert weight.format.num_bytes(weight.shape) <= weight.shape[0] * weight.shape[1] * 17 // 16
+        assert torch.equal(torch.cat([part.values(slice(None)) for part in weight.parts]), unpacked[its])
+        assert formats[its].num_bytes(weight.shape) <= weight.shape[0] * weight.shape[1] * 17 // 16

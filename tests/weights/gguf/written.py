@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from tests.weights.gguf.k_quants import TypeOf, packed
 from tests.weights.gguf.keys import ARCHITECTURES, add_keys, size_of
 
 FUSED = ("bloom", "gpt_neox", "falcon")
@@ -64,16 +65,17 @@ def _is_transposed(config: dict[str, Any], name: str) -> bool:
 def write_gguf(
     folder: Path,
     path: Path,
-    quant: GGMLQuantizationType,
+    quant: GGMLQuantizationType | TypeOf,
     *,
     in_place: Path | None = None,
     fuses: bool = False,
     num_behind: int = 0,
 ) -> None:
-    """Write a model with matrices of a type; `in_place` gets its safetensors with the values they then have.
+    """Write a model with matrices of a type, or of several; `in_place` gets its safetensors with their values then.
 
     `fuses`: queries, keys and values are one tensor. `num_behind`: so many layers are said to predict further tokens.
     """
+    type_of = (lambda name, width: quant) if isinstance(quant, GGMLQuantizationType) else quant
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     arch = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
@@ -95,14 +97,16 @@ def write_gguf(
     for part in ("alpha_p", "alpha_n", "beta", "eps") if config["model_type"] == "apertus" else ():
         in_layers = [values[f"model.layers.{i}.mlp.act_fn.{part}"].item() for i in range(num_layers)]
         getattr(writer, f"add_xielu_{part}")(in_layers)
-    experts, heads = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
+    experts, heads = dict[tuple[str, GGMLQuantizationType], list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for name, value in values.items():
         if ".act_fn." in name:
             continue
         if of_expert := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
-            packed = quantize(value.astype(np.float32), quant)
-            experts.setdefault(f"{of_expert[1]}.{of_expert[2]}.weight", []).append(packed)
-            values[name] = dequantize(packed, quant)
+            joined = f"{of_expert[1]}.{of_expert[2]}.weight"
+            its_type = type_of(_of_gguf(joined, names), value.shape[-1])
+            blocks = packed(value.astype(np.float32), its_type)
+            experts.setdefault((joined, its_type), []).append(blocks)
+            values[name] = dequantize(blocks, its_type)
             continue
         if of_head := re.fullmatch(r"(model\.layers\.\d+\.self_attn\.[qk]_layernorm)\.norms\.\d+\.weight", name):
             heads.setdefault(f"{of_head[1]}.weight", []).append(value)
@@ -118,13 +122,14 @@ def write_gguf(
                 part = part[0] if "ffn_gate_inp_shexp" in of_gguf else part
                 writer.add_tensor(of_gguf, part + 1 if is_norm else part)
                 continue
-            packed = quantize(part, quant)
-            writer.add_tensor(of_gguf, packed, raw_dtype=quant)
+            its_type = type_of(of_gguf, part.shape[-1])
+            blocks = packed(part, its_type)
+            writer.add_tensor(of_gguf, blocks, raw_dtype=its_type)
             data = data.copy()
-            data[(..., order, slice(None))] = dequantize(packed, quant)
+            data[(..., order, slice(None))] = dequantize(blocks, its_type)
         values[name] = np.ascontiguousarray(data.swapaxes(-1, -2) if is_transposed else data)
-    for name, parts in experts.items():
-        writer.add_tensor(_of_gguf(name, names), np.stack(parts), raw_dtype=quant)
+    for (name, its_type), parts in experts.items():
+        writer.add_tensor(_of_gguf(name, names), np.stack(parts), raw_dtype=its_type)
     for name, parts in heads.items():
         writer.add_tensor(_of_gguf(name, names), np.stack(parts))
     _finish(writer)

@@ -20,7 +20,7 @@ static void compute_chunk(void* job, int64_t i) {
     const int64_t panel = of_pass / p.row_chunks * p.panels_a_chunk;
     const int64_t last = min_of(panel + p.panels_a_chunk, p.panels);
     const int bits = p.linear.element_bits;
-    if (p.linear.grouping) return compute_groups(p, from, to, panel, last);
+    if (p.linear.num_parts) return compute_groups(p, from, to, panel, last);
     const auto compute = bits == 8 ? compute_int8 : bits == 10 ? compute_int10 : compute_floats;
     compute(p, from, to, panel, last);
 }
@@ -94,7 +94,7 @@ static void pack_panel_10(void* job, int64_t panel) {
 }
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 25; }
+EXPORT int native_abi() { return 26; }
 
 // Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element; 4 stands for
 // codes in groups, of 8 bits, too.
@@ -170,10 +170,10 @@ EXPORT void native_unpack(const uint8_t* packed, int64_t num_in, int64_t element
 EXPORT void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                             int width) {
     const int64_t num_in = linear->num_in, bits = linear->element_bits;
-    const bool grouped = linear->grouping;
+    const bool grouped = linear->num_parts;
     Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0,
                  (width & WIDE_RESIDUAL) != 0, rows, grouped ? grouped_row_bytes(num_in) : row_bytes_of(num_in, bits),
-                 grouped ? grouped_panel_bytes(num_in, bits, linear->grouping) : panel_bytes_of(num_in, bits),
+                 grouped ? grouped_panel_bytes(*linear) : panel_bytes_of(num_in, bits),
                  panels_of(linear->num_out), 0, 0, 0, 0, 0};
     if (rows <= 0) return;
     if (grouped) quantize_groups(p, x, width & WIDE_X);

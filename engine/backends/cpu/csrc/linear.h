@@ -36,6 +36,13 @@ enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 
+// Rows of a weight as codes, from a panel on to the next part's.
+struct CodedRows {
+    const uint8_t* weight;  // packed as groups.h says
+    int64_t panel;
+    int64_t format;  // the place in CODE_FORMATS
+};
+
 // A packed weight with what belongs to it; mirrored by __init__.py. Other members that are of int8 are of int10, too.
 struct Linear {
     const uint8_t* weight;  // packed; in int8, but not in int10, 128 is added to each
@@ -49,7 +56,8 @@ struct Linear {
     const int32_t* exact_inputs;   // int8: which these are
     int64_t num_in, num_out, num_exact, num_exact_inputs;
     int32_t activation, variant, element_bits;
-    int32_t grouping;  // a Grouping of groups.h: if any, `weight` is codes in groups; of the rest bias alone is there
+    int32_t num_parts;
+    const CodedRows* parts;  // [num_parts]: if any, the weight is codes in groups; of the rest bias alone is there
 };
 
 // A row of x in int8: scale * (near + 128 * far), where few elements are far from 0. In int10 only `scale`, `exact` and

@@ -50,17 +50,24 @@ static void sum_rows(int rows, const uint8_t* x, int64_t row_bytes, const uint8_
     else if constexpr (R > 1) sum_rows<Numbers, R - 1>(rows, x, row_bytes, panel, end, sums);
 }
 
+// Compute panels [panel, last) of a weight for rows [from, to).
 template <class Numbers>
-static void compute_vectors(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    const uint8_t* end = p.linear.weight + last * p.panel_bytes;
+static void compute_panels(const Product& p, const uint8_t* weight, int64_t panel_bytes, int64_t from, int64_t to,
+                           int64_t panel, int64_t last) {
+    const uint8_t* end = weight + last * panel_bytes;
     float sums[Numbers::MAX_ROWS * COLUMNS];
     for (; panel < last; panel++) {
         for (int64_t row = from, rows; row < to; row += rows) {
             rows = quotient(to - row, quotient(to - row, Numbers::MAX_ROWS));  // calls differ by one row at most
-            const uint8_t* weights = p.linear.weight + panel * p.panel_bytes;
+            const uint8_t* weights = weight + panel * panel_bytes;
             sum_rows<Numbers, Numbers::MAX_ROWS>(rows, p.x + row * p.row_bytes, p.row_bytes, weights, end, (uint8_t*)sums);
             Numbers::finish_sums(p, row, rows, panel, sums);
             FINISH[p.linear.activation](p, row, rows, panel, sums);
         }
     }
+}
+
+template <class Numbers>
+static void compute_vectors(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    compute_panels<Numbers>(p, p.linear.weight, p.panel_bytes, from, to, panel, last);
 }

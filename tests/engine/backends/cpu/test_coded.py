@@ -9,12 +9,21 @@ import torch
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeCodedLinear
-from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import (
+    CodedWeight,
+    CodeFormat,
+    JoinedFormat,
+    JoinedWeight,
+    joined_format,
+    merged_names,
+)
 from tests.engine.backends.cpu.coded import product, random_weight
 from tests.engine.backends.cpu.test_int8 import assert_same, rows_of_all_kinds
 
-FORMATS = [CodeFormat(bits, kind) for bits in (4, 8) for kind in ("scales", "scales and leasts", "scales and zeros")]
-of_all = pytest.mark.parametrize("its", FORMATS, ids=lambda its: f"{its.bits}-{its.kind}")
+FORMATS = native.CODE_FORMATS
+of_all = pytest.mark.parametrize(
+    "its", FORMATS, ids=lambda its: f"{its.bits}-{its.kind}-{its.sub_group}{'-table' * its.has_table}"
+)
 
 
 @pytest.fixture(params=native.VARIANTS[native.CODED_VARIANTS])
@@ -31,16 +40,19 @@ def test_all_instructions_give_the_bits_of_the_definition(
     its: CodeFormat, num_out: int, variant: native.Variant
 ) -> None:
     torch.manual_seed(num_out)
-    weight = random_weight(its, num_out, 416)
-    x = rows_of_all_kinds(416, torch.float32)
+    num_in = 512 if its.sub_group else 416
+    weight = random_weight(its, num_out, num_in)
+    x = rows_of_all_kinds(num_in, torch.float32)
     assert_same(NativeCodedLinear(weight, None, variant=variant)(x), product(x, weight))
 
 
 @of_all
 def test_codes_at_their_ends_do_not_overflow(its: CodeFormat, variant: native.Variant) -> None:
-    weight = random_weight(its, 32, 64)
+    weight = random_weight(its, 32, 256)
     weight.codes[::2], weight.codes[1::2] = (1 << its.bits) - 1, 0
-    x = torch.ones(2, 64)
+    if weight.sub_scales is not None:
+        weight.sub_scales[:16] = -128
+    x = torch.ones(2, 256)
     x[1] = -1
     assert_same(NativeCodedLinear(weight, None, variant=variant)(x), product(x, weight))
 
@@ -48,8 +60,8 @@ def test_codes_at_their_ends_do_not_overflow(its: CodeFormat, variant: native.Va
 @of_all
 def test_a_row_has_its_bits_among_any_others(its: CodeFormat, variant: native.Variant) -> None:
     torch.manual_seed(3)
-    linear = NativeCodedLinear(random_weight(its, 300, 320), None, variant=variant)
-    x = torch.randn(37, 320)
+    linear = NativeCodedLinear(random_weight(its, 300, 512), None, variant=variant)
+    x = torch.randn(37, 512)
     native.set_num_threads(2)
     together = linear(x)
     native.set_num_threads(1)
@@ -61,9 +73,9 @@ def test_a_row_has_its_bits_among_any_others(its: CodeFormat, variant: native.Va
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @of_all
 def test_a_row_that_is_not_finite_gives_nan(its: CodeFormat, bad: float, variant: native.Variant) -> None:
-    x = torch.randn(9, 96)
+    x = torch.randn(9, 256)
     x[3, 70] = bad
-    y = NativeCodedLinear(random_weight(its, 40, 96), None, variant=variant)(x)
+    y = NativeCodedLinear(random_weight(its, 40, 256), None, variant=variant)(x)
     assert y[3].isnan().all()
     assert y[[0, 1, 2, 4, 5, 6, 7, 8]].isfinite().all()
 
@@ -80,8 +92,8 @@ def test_numbers_in_fp16_widen_as_torch_widens_them(variant: native.Variant) -> 
 
 @of_all
 def test_bias_activation_and_residual_come_last(its: CodeFormat) -> None:
-    weight, bias, residual = random_weight(its, 70, 64, torch.bfloat16), torch.randn(70), torch.randn(5, 70)
-    x = torch.randn(5, 64).bfloat16()
+    weight, bias, residual = random_weight(its, 70, 256, torch.bfloat16), torch.randn(70), torch.randn(5, 70)
+    x = torch.randn(5, 256).bfloat16()
     plain = NativeCodedLinear(weight, None, out_dtype=torch.float32)(x)
     assert_same(plain, product(x.float(), weight))
     y = NativeCodedLinear(weight, bias, "relu", torch.float32)(x, residual)
@@ -91,15 +103,41 @@ def test_bias_activation_and_residual_come_last(its: CodeFormat) -> None:
 
 @of_all
 def test_rows_that_are_joined_keep_their_numbers(its: CodeFormat) -> None:
-    from gptserve.weights.quantized.coded import joined_format
-
     for other in FORMATS:
-        joined = joined_format([its, other])
+        joined = joined_format([(3, its), (3, other)], in_order=True)
         if joined is None:
-            assert {its.kind, other.kind} == {"scales and leasts", "scales and zeros"}
+            kinds = {it.kind for it in (its, other)} - {"scales"}
+            assert len(kinds) == 2 or its.sub_group or other.sub_group or its.has_table or other.has_table
             continue
-        parts = [random_weight(one, 3, 64) for one in (its, other)]
-        whole = random_weight(joined, 6, 64)
+        assert isinstance(joined, CodeFormat)
+        parts = [random_weight(one, 3, 256) for one in (its, other)]
+        whole = random_weight(joined, 6, 256)
         for start, part in zip((0, 3), parts, strict=True):
             whole.set_rows(slice(start, start + 3), part)
         assert torch.equal(whole.values(slice(0, 6)), torch.cat([part.values(slice(0, 3)) for part in parts]))
+
+
+def test_rows_of_several_formats_are_products_of_each(variant: native.Variant) -> None:
+    parts = [random_weight(its, 64 if i % 2 else 32, 256) for i, its in enumerate(FORMATS)]
+    formats = joined_format([(len(part.codes), part.format) for part in parts], in_order=True)
+    assert isinstance(formats, JoinedFormat)
+    assert formats.num_bytes((0, 256)) == sum(part.format.num_bytes(part.shape) for part in parts)
+    x, bias = torch.randn(7, 256), torch.randn(sum(len(part.codes) for part in parts))
+    joined = NativeCodedLinear(JoinedWeight(tuple(parts)), bias, variant=variant)
+    assert_same(joined(x), torch.cat([product(x, part) for part in parts], 1) + bias)
+
+
+def test_formats_that_no_weight_can_have_together_are_not_joined() -> None:
+    small, large = CodeFormat(4, "scales and leasts", 32), CodeFormat(6, "scales", 16)
+    assert joined_format([(33, small), (32, large)], in_order=True) is None
+    assert joined_format([(32, small), (32, large)], in_order=False) is None
+    assert joined_format([(32, small), (32, None)], in_order=True) is None
+    assert joined_format([(33, small), (32, small)], in_order=False) == small
+    merged = joined_format([(16, small), (16, small), (1, large)], in_order=True)
+    assert merged == JoinedFormat(((32, small), (1, large)))
+    assert merged.name == "4/6-bit codes"
+
+
+def test_a_report_names_codes_once() -> None:
+    assert merged_names(["4/6-bit codes", "bfloat16", "5-bit codes", "4-bit codes"]) == ["bfloat16", "4/5/6-bit codes"]
+    assert merged_names(["int8", "int10"]) == ["int8", "int10"]
