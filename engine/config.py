@@ -21,6 +21,8 @@ QuantizationOption = Literal["none", "int8"]
 """Without any, weights that are stored as codes stay so where that is possible; with "none" they are unpacked."""
 WeightType = Literal["int8", "int10"]
 """What becomes of a weight that is quantized: in int8, the first layers may have two more bits."""
+KVCacheDType = Literal["auto", "int8"]
+"""The type of stored keys and values: that of the model, or codes of int8 with a scale for each row of a head."""
 AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
 
 _MASTER_PORT = 29501  # vLLM's
@@ -57,6 +59,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -70,7 +73,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         kinds = {"device": Device, "dtype": DType, "attention_backend": AttentionBackendName, "task": Task}
-        for name, kind in kinds.items():
+        for name, kind in {**kinds, "kv_cache_dtype": KVCacheDType}.items():
             choices = get_args(kind)
             self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         quantizations = get_args(QuantizationOption)

@@ -34,3 +34,5 @@ class EngineInfo:
     task: Task = "generate"
     vector_size: int = 0
     """The width of a prompt's vector, or how many labels have a logit in it."""
+    kv_cache_dtype: str = "float32"
+    """The type of its elements, "int8" for codes."""

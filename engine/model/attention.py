@@ -62,7 +62,10 @@ class Cache(Protocol):
 
     @property
     def layers(self) -> list[Tensor]:
-        """Of each layer [2, N, G, B, D]: keys, then values. All of each step are stored there."""
+        """Of each layer [2, N, G, B, D]: keys, then values. All of each step are stored there.
+
+        In int8 [2, N, G, B, D + SCALE_BYTES]: codes, then their scale, as kv_rows.py says.
+        """
 
 
 class AttentionBackend(Protocol):

@@ -28,7 +28,7 @@ from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step, receive, send
 from gptserve.engine.runner.fingerprint import weights_digest
 from gptserve.engine.runner.hardware import set_num_threads
-from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.runner.kv_cache import KVCache, cache_dtype, cache_memory_bytes
 from gptserve.engine.runner.products import Linears
 from gptserve.engine.runner.setup import set_up
 from gptserve.weights.loading_threads import loading_threads
@@ -72,7 +72,7 @@ def _serve(
     group.meet()
     send(connection, Memory(*cache_memory_bytes(config, device, 0)))
     plan: Cache = receive(connection)
-    cache = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
+    cache = KVCache(model, plan.num_blocks, config.block_size, cache_dtype(config, dtype), device)
     layers.set_max_model_len(plan.max_model_len, device)
     send(connection, plan)
 

@@ -31,6 +31,8 @@ def choose_backend(
     from gptserve.engine.backends.reference.attention import ReferenceAttention
 
     name = config.attention_backend
+    if config.kv_cache_dtype == "int8" and device.type != "cpu":
+        raise InvalidConfigurationError(f"kv_cache_dtype 'int8' is computed on a CPU only, got device '{device.type}'")
     if name == "reference":
         return ReferenceAttention()
     fast: AttentionBackendName = "cpu" if device.type == "cpu" else "triton"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.config import EngineConfig, Quantization
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.layout import Span, StepArrays, lay_out
 from gptserve.engine.model.operations import Operations
@@ -36,7 +36,7 @@ def numeric_causes(
     model: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    quantization: Quantization | None,
+    config: EngineConfig,
     product: Product,
     backend: AttentionBackend,
     operations: Operations,
@@ -55,13 +55,14 @@ def numeric_causes(
         "shape": repr(shape),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype),
+        "KV cache": config.kv_cache_dtype,
         "attention": f"{backend.name} {backend.build}",
         "operations": operations.build,
         "products": build_of(product_of(device, dtype), dtype),
         "products with codes": build_of(product, dtype) if product == "native_coded" else "none",
         "quantized products": ", ".join(
             build_of(product_of(device, dtype, weight_type), dtype)
-            for weight_type in weight_types(quantization)
+            for weight_type in weight_types(config.requantization)
             if weight_type is not None
         )
         or "none",

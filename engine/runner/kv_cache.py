@@ -1,4 +1,4 @@
-"""The tensors that hold keys and values: one a layer, [2, num_blocks or more, kv_heads, block_size, head_size].
+"""The tensors that hold keys and values: one a layer, [2, num_blocks or more, kv_heads, block_size, elements of a row].
 
 Layers may differ in kv_heads and head_size; a block has the same number in all of them.
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.kv_rows import row_size
 from gptserve.engine.runner.memory import CPU_MEMORY_SHARE, available_memory_bytes
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import mapped
@@ -26,14 +27,17 @@ from gptserve.weights.mappings import HUGE_PAGE
 class KVCache:
     """The key and value blocks of every layer, whatever they hold: a slot is read only after it was written.
 
-    Raises InvalidConfigurationError if they cannot be allocated.
+    Rows are of `dtype`; in int8 they are codes with their scale (kv_rows.py). Raises InvalidConfigurationError if they
+    cannot be allocated.
     """
 
     def __init__(
         self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shapes = [(layer.num_kv_heads, block_size, layer.head_size) for layer in model.layers]
-        self.num_bytes = 2 * num_blocks * sum(map(math.prod, shapes)) * dtype.itemsize
+        self.dtype = dtype
+        size = dtype.itemsize
+        shapes = [(layer.num_kv_heads, block_size, row_size(layer.head_size, size)) for layer in model.layers]
+        self.num_bytes = 2 * num_blocks * sum(map(math.prod, shapes)) * size
         """Of the blocks; between those of two layers some more addresses may lie."""
         try:
             counts = Counter(shapes)  # layers of one shape lie side by side
@@ -71,6 +75,11 @@ def _spread(num_blocks: int, block_bytes: int, num_arrays: int) -> int:
         if 0 <= num * block_bytes % HUGE_PAGE - HUGE_PAGE // num_arrays < block_bytes:
             return num
     return num_blocks
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the cache of a model of this dtype."""
+    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
 
 
 def cache_memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:

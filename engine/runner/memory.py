@@ -17,6 +17,7 @@ from types import MappingProxyType
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.kv_rows import row_size
 from gptserve.engine.runner.control_groups import group_memory_bytes
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
@@ -233,24 +234,25 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     return shapes
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
-    """Return the bytes the keys and values of one token take, over all layers."""
-    return 2 * sum(layer.kv_size for layer in model.layers) * dtype_bytes
+def kv_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
+    """Return the bytes the keys and values of one token take, over all layers; elements of one byte are codes."""
+    row_sizes = (layer.num_kv_heads * row_size(layer.head_size, element_bytes) for layer in model.layers)
+    return 2 * sum(row_sizes) * element_bytes
 
 
 def cache_capacity(
-    model: ModelConfig, cache_bytes: int, dtype_bytes: int, block_size: int, max_model_len: int
+    model: ModelConfig, cache_bytes: int, element_bytes: int, block_size: int, max_model_len: int
 ) -> tuple[int, int, int]:
     """Return how many blocks, tokens and sequences of full context fit into `cache_bytes`."""
-    num_blocks = max(0, cache_bytes) // (block_size * kv_bytes_per_token(model, dtype_bytes))
+    num_blocks = max(0, cache_bytes) // (block_size * kv_bytes_per_token(model, element_bytes))
     blocks_per_sequence = -(-max_model_len // block_size)
     return num_blocks, num_blocks * block_size, num_blocks // blocks_per_sequence
 
 
 def plan_cache(
-    config: EngineConfig, model: ModelConfig, dtype_bytes: int, free_bytes: int, budget_bytes: int
+    config: EngineConfig, model: ModelConfig, element_bytes: int, free_bytes: int, budget_bytes: int
 ) -> tuple[int, int]:
-    """Return how many blocks to allocate and max_model_len.
+    """Return how many blocks, of elements of so many bytes, to allocate and max_model_len.
 
     num_blocks and kv_cache_bytes are used exactly as given, except that on a CPU the keys and the values of a layer may
     each take a huge page more (kv_cache.py). Without them the cache takes up to budget_bytes, at most
@@ -258,7 +260,7 @@ def plan_cache(
     max_model_len is the longest that fits and a warning is logged, unless the configuration gives max_model_len.
     Raises InvalidConfigurationError if a given max_model_len does not fit, or a given size exceeds free_bytes.
     """
-    block_bytes = config.block_size * kv_bytes_per_token(model, dtype_bytes)
+    block_bytes = config.block_size * kv_bytes_per_token(model, element_bytes)
     max_model_len = config.max_model_len or model.max_position
     needed = -(-max_model_len // config.block_size)
     num_blocks, source = _choose_num_blocks(config, free_bytes, budget_bytes, block_bytes, needed)

@@ -112,8 +112,8 @@ class ModelRunner:
                 config, self._model, self._decoder, backend, setup.dtype, self.device, num_threads, self._ranks, sampler
             )
         self._programs = program_steps(self._decoder, self._cache)
-        none_R = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
+        self._chosen: Callable[[], Tensor] = partial(torch.empty, 0, dtype=torch.int64, device=self.device)
+        """What the latest step chose."""
         self._step_work = StepWork(self._model)
         product: Product = (
             "native_coded" if setup.codes else product_of(self.device, setup.dtype, config.requantization)
@@ -128,7 +128,7 @@ class ModelRunner:
             if self.device.type != "cpu":
                 check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
             sample = sample_numbers(logits_of, whole.vocab_size, max_model_len, config.block_size)
-        numbers = (self.device, setup.dtype, config.requantization, product, backend, operations, products, share.size)
+        numbers = (self.device, setup.dtype, config, product, backend, operations, products, share.size)
         draws = "torch" if sampler is None else sampler.build
         causes = numeric_causes(setup.checkpoint.digest, whole, *numbers, self.graphs is not None, draws)
         self.info = EngineInfo(
@@ -142,6 +142,7 @@ class ModelRunner:
             block_size=config.block_size,
             num_blocks=num_blocks,
             kv_cache_bytes=self._cache.num_bytes * share.size,
+            kv_cache_dtype=str(self._cache.dtype).removeprefix("torch."),
             max_num_seqs=config.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
             fingerprint=fingerprint(causes, sample),

@@ -26,7 +26,7 @@ from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.group import OtherRanks
 from gptserve.engine.model.layout import Span, lay_out
 from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
-from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.runner.kv_cache import KVCache, cache_dtype, cache_memory_bytes
 from gptserve.engine.runner.logprobs import top_logprobs
 from gptserve.engine.runner.memory import plan_cache
 from gptserve.engine.runner.sampler import sample
@@ -108,7 +108,7 @@ def make_cache(
     """
     longest = config.max_model_len or model.max_position
     reserved = max(backend.scratch_bytes(longest, layer.head_size, num_threads) for layer in model.distinct_layers)
-    memory, measured = memory_of(device), None
+    memory, measured, rows = memory_of(device), None, cache_dtype(config, dtype)
 
     def capture(cache: KVCache, max_model_len: int, ranks: OtherRanks | None = None) -> DecodeGraphs | None:
         sizes = max_model_len, device
@@ -116,7 +116,7 @@ def make_cache(
 
     if memory is not None:
         decoder.set_max_model_len(longest)
-        one_block = KVCache(model, 1, config.block_size, dtype, device)
+        one_block = KVCache(model, 1, config.block_size, rows, device)
         measured = measure(
             memory,
             lambda: compute_largest_steps(config, model, decoder, one_block, device, longest, sampler),
@@ -126,8 +126,8 @@ def make_cache(
         del one_block
         memory.reset()
     budget = cache_memory_bytes(config, device, reserved) if ranks is None else ranks.least_memory(reserved)
-    num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *budget)
-    cache = KVCache(model, num_blocks, config.block_size, dtype, device)
+    num_blocks, max_model_len = plan_cache(config, model, rows.itemsize, *budget)
+    cache = KVCache(model, num_blocks, config.block_size, rows, device)
     decoder.set_max_model_len(max_model_len)
     has_graphs = measured is not None and measured.graphs is not None
     if ranks is not None:

@@ -121,6 +121,8 @@ class ModelReport:
     block_size: int
     memory_bytes: int
     by_dtype: tuple[DTypeReport, ...]
+    int8_kv_bytes_per_token: int
+    """With `--kv-cache-dtype int8`, whatever the weights are."""
     stored: tuple[StoredReport, ...]
 
 
@@ -183,6 +185,7 @@ def inspect_model(
         block_size=block_size,
         memory_bytes=memory_bytes,
         by_dtype=tuple(by_dtype),
+        int8_kv_bytes_per_token=kv_bytes_per_token(model, 1),
         stored=parts_stored,
     )
 
@@ -260,7 +263,8 @@ def render(report: ModelReport) -> str:
         of_layers = f"the sum of KV heads x head size over {report.num_layers} layers"
     lines += [
         "",
-        f"bytes a token = 2 (key, value) x {of_layers} x bytes a number",
+        f"bytes a token = 2 (key, value) x {of_layers} x bytes a number; with --kv-cache-dtype int8 they are "
+        f"{report.int8_kv_bytes_per_token:,}",
         f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, without activations",
         f"on a CPU a server reserves at most {CPU_MEMORY_SHARE:.0%} of the memory that loading leaves free, unless "
         "--kv-cache-bytes says more; what is reserved is used only as the cache fills",

@@ -230,7 +230,7 @@ class Metrics:
         cache: dict[str, object] = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,  # vLLM's label, which its dashboards read; on a CPU, too
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.kv_cache_dtype,
             "kv_cache_bytes": info.kv_cache_bytes,
         }
         build: dict[str, object] = {

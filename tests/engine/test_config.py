@@ -19,6 +19,7 @@ NODES: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": 
     [
         ({"device": "mps"}, "device must be one of auto, cpu, cuda, got 'mps'"),
         ({"quantization": "int4"}, "quantization must be None or none, int8, got 'int4'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, int8, got 'fp8'"),
         ({"dtype": "bf16"}, "dtype must be one of auto, float32, bfloat16, float16, got 'bf16'"),
         ({"attention_backend": "flash"}, "attention_backend must be one of auto, reference, cpu, triton, got 'flash'"),
         ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),

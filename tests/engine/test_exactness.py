@@ -77,6 +77,7 @@ ALWAYS = {
     "bfloat16": ("two threads", "drafts, one at a time"),
     "int8": ("a batch of 64",),
     "Q4_K_M": ("a batch of 64",),
+    "int8 KV cache": ("drafts while preempted",),
 }
 """The axes of the tests that are not slow, by type of numbers."""
 EAGER = ("eager float32", "eager bfloat16")
@@ -124,6 +125,8 @@ def numbers(kind: str) -> dict[str, Any]:
     """Return the options of a type of numbers."""
     if kind == "Q4_K_M":
         return {"dtype": "bfloat16"}
+    if kind == "int8 KV cache":
+        return {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
     return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind.removeprefix("eager ")}
 
 

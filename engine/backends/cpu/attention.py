@@ -17,6 +17,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.program import Attend
 from gptserve.engine.model.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.model.kv_rows import row_size
 
 Instructions = Literal["generic", "avx2", "avx512", "avx512_bf16"]
 
@@ -26,7 +27,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuAttention:
-    """The AttentionBackend for fp32 and bf16 models on a CPU; head sizes are multiples of 8.
+    """The AttentionBackend for fp32 and bf16 models on a CPU, also with a cache in int8; head sizes are multiples of 8.
 
     The bits of a row depend only on its own tokens, as AttentionBackend requires, and not on the number of threads.
     They may differ between instruction sets. Only one thread at a time may use an instance.
@@ -74,7 +75,8 @@ class CpuAttention:
         assert key_TGD.shape[1] == value_TGD.shape[1] == cache.num_kv_heads
         token_stride = key_TGD.stride(0)
         assert value_TGD.stride(0) == token_stride
-        self._library.native_write(byref(batch), byref(cache), key_TGD.data_ptr(), value_TGD.data_ptr(), token_stride)
+        rows = key_TGD.data_ptr(), value_TGD.data_ptr(), token_stride, key_TGD.element_size()
+        self._library.native_write(byref(batch), byref(cache), *rows)
 
     def attend(
         self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
@@ -92,6 +94,7 @@ class CpuAttention:
             query_THD.data_ptr(),
             query_THD.stride(0),
             out_THD.data_ptr(),
+            out_THD.element_size(),
             spec.num_heads,
             spec.scale,
             spec.window or 0,
@@ -218,17 +221,20 @@ def _next_power(num: int) -> int:
 
 
 def _describe(cache_2NGBD: Tensor) -> _Cache:
-    assert cache_2NGBD.dtype in SUPPORTED_DTYPES and cache_2NGBD.is_contiguous() and cache_2NGBD.device.type == "cpu"
-    two, num_blocks, num_kv_heads, block_size, head_size = cache_2NGBD.shape
+    assert cache_2NGBD.dtype in (*SUPPORTED_DTYPES, torch.int8)
+    assert cache_2NGBD.is_contiguous() and cache_2NGBD.device.type == "cpu"
+    (two, *shape, size), element_size = cache_2NGBD.shape, cache_2NGBD.element_size()
+    head_size = size - row_size(0, element_size)
     assert two == 2 and head_size % 8 == 0
-    return _Cache(cache_2NGBD.data_ptr(), num_blocks, num_kv_heads, block_size, head_size, cache_2NGBD.element_size())
+    return _Cache(cache_2NGBD.data_ptr(), *shape, head_size, element_size)
 
 
 def _check_rows(rows_TXD: Tensor, cache_2NGBD: Tensor, batch: _Batch) -> None:
     """Assert that a query, key or value has the kernel's layout; only the token stride is free."""
     num_tokens, _, head_size = rows_TXD.shape
-    assert rows_TXD.dtype is cache_2NGBD.dtype and rows_TXD.device.type == "cpu"
-    assert num_tokens == batch.num_tokens and head_size == cache_2NGBD.shape[4]
+    assert cache_2NGBD.dtype in (rows_TXD.dtype, torch.int8)
+    assert rows_TXD.dtype in SUPPORTED_DTYPES and rows_TXD.device.type == "cpu"
+    assert num_tokens == batch.num_tokens and row_size(head_size, cache_2NGBD.element_size()) == cache_2NGBD.shape[4]
     assert rows_TXD.stride()[1:] == (head_size, 1)
 
 

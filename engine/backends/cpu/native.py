@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 26
+ABI = 27
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
@@ -102,9 +102,9 @@ FUNCTIONS: Functions = {
     "native_best_instructions": (c_int,),
     "native_fastest_instructions": (c_int,),
     "native_scratch_floats": (c_int64, c_int64, c_int64),
-    "native_write": (None, c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
+    "native_write": (None, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "native_attend": (
-        *(None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
+        *(None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
         *(c_int64, c_float, c_int64, c_void_p, c_void_p, c_float, c_int),
     ),
     "native_draw": (None, c_void_p),

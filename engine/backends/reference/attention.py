@@ -12,12 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gptserve.engine.model.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.model.kv_rows import SCALE_BYTES
 
 _MIN_ROWS = 4
 """bmm sums fewer rows in another order in fp32."""
 _KEYS = 128
 """Keys are padded to a multiple of this, and values are summed in groups of it: bmm and softmax split longer sums
 differently for different lengths."""
+_LARGEST_CODE = 127.0
+_NO_MAGNITUDE = 2.0**-100
+"""Rows of the cache whose elements are below it become zeros in int8: their scale might have no inverse."""
 
 
 class ReferenceAttention:
@@ -33,8 +37,8 @@ class ReferenceAttention:
         num_rows, block_size = metadata.query_starts[-1], cache_2NGBD.shape[3]
         slots = metadata.slots_T[:num_rows]
         blocks, offsets = slots // block_size, slots % block_size
-        cache_2NGBD[0, blocks, :, offsets] = key_TGD[:num_rows]
-        cache_2NGBD[1, blocks, :, offsets] = value_TGD[:num_rows]
+        for rows_NGBD, rows_TGD in zip(cache_2NGBD, (key_TGD[:num_rows], value_TGD[:num_rows]), strict=True):
+            rows_NGBD[blocks, :, offsets] = coded(rows_TGD) if rows_NGBD.dtype is torch.int8 else rows_TGD
 
     def attend(
         self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
@@ -45,10 +49,32 @@ class ReferenceAttention:
         for s, kv_len in enumerate(metadata.kv_lens):
             num_blocks = -(-kv_len // block_size)
             gathered_2NGBD = cache_2NGBD[:, metadata.block_tables_SN[s, :num_blocks]]
-            gathered_2GKD = gathered_2NGBD.transpose(1, 2).flatten(2, 3)[:, :, :kv_len].float()
+            gathered_2GKD = gathered_2NGBD.transpose(1, 2).flatten(2, 3)[:, :, :kv_len]
+            floats_2GKD = decoded(gathered_2GKD) if gathered_2GKD.dtype is torch.int8 else gathered_2GKD.float()
             rows = slice(starts[s], starts[s + 1])
-            out_THD[rows] = _attend_one(query_THD[rows].float(), gathered_2GKD[0], gathered_2GKD[1], spec)
+            out_THD[rows] = _attend_one(query_THD[rows].float(), floats_2GKD[0], floats_2GKD[1], spec)
         return out_THD
+
+
+def coded(rows_XD: Tensor) -> Tensor:
+    """Return rows of the cache, int8 [..., D + SCALE_BYTES]: codes of -127 to 127, then their scale in fp32.
+
+    A row with an element that is not finite has the scale NaN. Kernels write the same bytes.
+    """
+    rows_XD = rows_XD.float()
+    largest_X1 = rows_XD.abs().amax(-1, keepdim=True)
+    is_coded_X1 = largest_X1.isfinite() & (largest_X1 >= _NO_MAGNITUDE)
+    most = torch.tensor(_LARGEST_CODE, device=rows_XD.device)  # a number divided by a tensor is rounded twice
+    codes_XD = torch.where(is_coded_X1, (rows_XD * (most / largest_X1)).round(), 0).to(torch.int8)
+    scales_X1 = torch.where(largest_X1.isfinite(), largest_X1 / most, float("nan"))
+    scales_X1 = scales_X1.masked_fill(largest_X1 < _NO_MAGNITUDE, 0)
+    return torch.cat([codes_XD, scales_X1.contiguous().view(torch.int8)], -1)
+
+
+def decoded(rows_XD: Tensor) -> Tensor:
+    """Return what such rows stand for, fp32 [..., D]."""
+    codes_XD, scales_X4 = rows_XD[..., :-SCALE_BYTES], rows_XD[..., -SCALE_BYTES:]
+    return codes_XD * scales_X4.contiguous().view(torch.float32)
 
 
 def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: AttentionSpec) -> Tensor:

@@ -43,6 +43,13 @@ def test_auto_takes_the_kernel_where_it_can_compute(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_a_gpu_has_no_cache_in_int8(name: AttentionBackendName) -> None:
+    with pytest.raises(InvalidConfigurationError) as refused:
+        choose(name, CUDA, torch.bfloat16, 64, kv_cache_dtype="int8")
+    assert str(refused.value) == "kv_cache_dtype 'int8' is computed on a CPU only, got device 'cuda'"
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_size"), [(torch.float16, 64), (torch.float32, 12), (torch.bfloat16, 4), (torch.float32, 65)]
 )

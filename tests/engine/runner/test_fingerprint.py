@@ -19,6 +19,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.linear import has_onednn
 from gptserve.engine.backends.reference.attention import ReferenceAttention
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.runner.batch_invariance import Products
 from gptserve.engine.runner.fingerprint import digest_of, fingerprint, numeric_causes
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 def causes(folder: Path, **changed: Any) -> dict[str, str]:
     given = {"weights_digest": "w", "model": load_config(folder), "device": CPU, "dtype": torch.float32}
     given |= {
-        "quantization": None,
+        "config": EngineConfig(folder),
         "product": "native",
         "operations": TORCH,
         "products": Products(True),

@@ -12,6 +12,7 @@ import torch
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.runner.memory import kv_bytes_per_token
 from gptserve.weights.mappings import HUGE_PAGE
 from tests.engine.model.small_shape import BLOCK_BYTES, MODEL
 
@@ -44,6 +45,12 @@ def test_the_tensors_take_the_bytes_that_were_planned() -> None:
     cache = KVCache(MODEL, 5, 16, torch.float32, torch.device("cpu"))
     assert [layer.shape for layer in cache.layers] == [(2, 5, 2, 16, 16)] * 3
     assert sum(layer.nbytes for layer in cache.layers) == cache.num_bytes == 5 * BLOCK_BYTES
+
+
+def test_in_int8_a_row_has_a_scale_behind_its_codes() -> None:
+    cache = KVCache(MODEL, 5, 16, torch.int8, torch.device("cpu"))
+    assert [layer.shape for layer in cache.layers] == [(2, 5, 2, 16, 20)] * 3
+    assert sum(layer.nbytes for layer in cache.layers) == cache.num_bytes == 5 * 16 * kv_bytes_per_token(MODEL, 1)
 
 
 @pytest.mark.some(3)

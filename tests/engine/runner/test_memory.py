@@ -99,6 +99,14 @@ def test_grouped_heads_divide_the_kv_cache() -> None:
     assert kv_bytes_per_token(read(llama3(4096, 32, 32, 14336)), 2) == 128 * 1024
 
 
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_a_cache_in_int8_takes_at_most_57_percent_of_one_in_bf16(head_size: int) -> None:
+    model = read(llama3(8 * head_size, 2, 8, 1024) | {"head_dim": head_size})
+
+    assert kv_bytes_per_token(model, 1) <= 0.57 * kv_bytes_per_token(model, 2)
+    assert kv_bytes_per_token(model, 1) == 2 * 2 * 8 * (head_size + 4)
+
+
 def test_capacity_counts_whole_blocks_and_sequences_of_whole_blocks() -> None:
     model = read(gpt2(768, 12, 12))
     block_bytes = 16 * kv_bytes_per_token(model, 2)

@@ -128,10 +128,11 @@ def test_the_fingerprint_changes_with_whatever_changes_numbers(tiny_gpt2: Path, 
     same = {info(tiny_gpt2).fingerprint, info(tiny_gpt2, max_num_seqs=2, block_size=8).fingerprint}
     others = {
         info(tiny_gpt2, dtype="bfloat16").fingerprint,
+        info(tiny_gpt2, kv_cache_dtype="int8").fingerprint,
         info(make_gpt2(initializer_range=0.21)).fingerprint,
     }
     assert len(same) == 1
-    assert len(same | others) == 3
+    assert len(same | others) == 4
 
 
 def test_the_fingerprint_changes_with_the_shape_and_not_with_what_ends_a_text(tiny_gpt2: Path, tmp_path: Path) -> None:
@@ -147,7 +148,16 @@ def test_the_fingerprint_changes_with_the_shape_and_not_with_what_ends_a_text(ti
 
 def test_the_size_of_the_cache_is_told(tiny_gpt2: Path) -> None:
     told = info(tiny_gpt2, num_blocks=20)
-    assert told.kv_cache_bytes == 20 * told.block_size * kv_bytes_per_token(load_config(tiny_gpt2), dtype_bytes=4)
+    assert told.kv_cache_bytes == 20 * told.block_size * kv_bytes_per_token(load_config(tiny_gpt2), 4)
+    assert told.kv_cache_dtype == "float32"
+
+
+def test_a_cache_in_int8_of_the_same_bytes_has_more_blocks(tiny_gpt2: Path) -> None:
+    model, wide = load_config(tiny_gpt2), info(tiny_gpt2, kv_cache_bytes=2**20)
+    codes = info(tiny_gpt2, kv_cache_bytes=2**20, kv_cache_dtype="int8")
+    assert wide.num_blocks == 2**20 // (wide.block_size * kv_bytes_per_token(model, 4))
+    assert codes.num_blocks == 2**20 // (codes.block_size * kv_bytes_per_token(model, 1)) > 2 * wide.num_blocks
+    assert codes.kv_cache_dtype == "int8"
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_the_cache_gets_what_the_largest_step_leaves(
     with caplog.at_level(logging.INFO):
         engine = make_engine(tiny_gpt2, **OPTIONS, kv_cache_bytes=None)
     activations = measured(memory, engine, tiny_gpt2).activations
-    block_bytes = 16 * kv_bytes_per_token(load_config(tiny_gpt2), dtype_bytes=4)
+    block_bytes = 16 * kv_bytes_per_token(load_config(tiny_gpt2), element_bytes=4)
     assert engine.info.num_blocks == int((free - activations) * share) // block_bytes
     (line,) = [record.getMessage() for record in caplog.records if "GPU memory" in record.getMessage()]
     assert line.startswith("GPU memory: 0.00 GiB of weights, 0.00 GiB for activations, ")

@@ -92,7 +92,8 @@ def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
 
     for part in ("embedding", "position", "attention", "feed-forward", "norms", "head (the embedding)", "total"):
         assert f"\n  {part} " in table
-    assert "2 (key, value) x 2 layers x 2 KV heads x 4 head size" in table
+    assert "2 (key, value) x 2 layers x 2 KV heads x 4 head size x bytes a number; with" in table
+    assert "; with --kv-cache-dtype int8 they are 64\n" in table
     assert "what 1.0 MiB hold" in table
     assert (
         "on a CPU a server reserves at most 40% of the memory that loading leaves free, unless --kv-cache-bytes says "

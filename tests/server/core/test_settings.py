@@ -75,6 +75,7 @@ WRITTEN = {
     "block-size": "32",
     "num-blocks": "100",
     "kv-cache-bytes": "2GiB",
+    "kv-cache-dtype": "int8",
     "gpu-memory-utilization": "0.5",
     "max-model-len": "64",
     "max-num-seqs": "8",

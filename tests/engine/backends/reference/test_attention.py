@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptserve.engine.backends.reference.attention import ReferenceAttention
+from gptserve.engine.backends.reference.attention import ReferenceAttention, coded, decoded
 from gptserve.engine.model.attention import AttentionSpec
+from gptserve.engine.model.kv_rows import row_size
 from tests.engine.backends.oracle import (
     FEATURE_SETS,
     FEATURES,
@@ -27,12 +28,22 @@ from tests.engine.steps import make_metadata, shuffled_tables
 class Cached:
     """Random sequences whose keys and values were written through the backend into a scattered cache."""
 
-    def __init__(self, kv_lens: list[int], spec: AttentionSpec, dtype: torch.dtype, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        kv_lens: list[int],
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        block_size: int = 16,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.kv_lens, self.spec, self.block_size = kv_lens, spec, block_size
         total = sum(-(-k // block_size) for k in kv_lens) + 3
         self.tables = shuffled_tables(kv_lens, block_size, total)
-        self.cache = torch.full((2, total, spec.num_kv_heads, block_size, spec.head_size), float("nan"), dtype=dtype)
+        cache_dtype = cache_dtype or dtype
+        of_block = spec.num_kv_heads, block_size, row_size(spec.head_size, cache_dtype.itemsize)
+        unwritten = -1 if cache_dtype is torch.int8 else math.nan  # the bits of NaN, as a scale
+        self.cache = torch.full((2, total, *of_block), unwritten, dtype=cache_dtype)
         shape = (sum(kv_lens), spec.num_kv_heads, spec.head_size)
         self.keys, self.values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
         self.queries = torch.randn((shape[0], spec.num_heads, spec.head_size), generator=generator).to(dtype)
@@ -126,6 +137,30 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch_and_in_any_chunk(
             (alone,) = cached.attend([s], [query_len])
             assert torch.equal(alone, whole[s][-query_len:])
     assert not torch.equal(whole[0][-37:], whole[1][-37:])
+
+
+@pytest.mark.parametrize("spec", [MHA, GQA, MQA, WINDOWED], ids=["mha", "gqa", "mqa", "window"])
+@plain_and_all
+def test_with_a_cache_in_int8_attention_is_that_over_rounded_rows_with_the_same_bits_in_any_chunk(
+    spec: AttentionSpec, features: tuple[Feature, ...]
+) -> None:
+    spec = with_features(spec, features)
+    cached = Cached([64, 100, 37], spec, torch.float32, cache_dtype=torch.int8)
+    keys, values = (decoded(coded(rows)) for rows in (cached.keys, cached.values))
+    whole = cached.attend([0, 1, 2], [64, 100, 37])
+    for s in range(3):
+        rows = (cached.rows(its, s, cached.kv_lens[s]) for its in (cached.queries, keys, values))
+        torch.testing.assert_close(whole[s].double(), dense_attention(*rows, spec), atol=1e-5, rtol=1e-5)
+        for query_len in (1, 3, 16, 37):
+            assert torch.equal(cached.attend([s], [query_len])[0], whole[s][-query_len:])
+
+
+def test_codes_are_the_nearest_multiples_of_a_scale_of_their_row() -> None:
+    rows = torch.tensor([[127.0, -1.5, 0.5, 3.2], [0.0, 0.0, 0.0, 0.0], [-2.54, 2.54, 1.0, 0.01]])
+    found = coded(rows)
+    assert found[:, :4].tolist() == [[127, -2, 0, 3], [0, 0, 0, 0], [-127, 127, 50, 0]]
+    torch.testing.assert_close(found[:, 4:].contiguous().view(torch.float32)[:, 0], torch.tensor([1.0, 0.0, 0.02]))
+    assert decoded(coded(torch.tensor([[1.0, math.inf], [math.nan, 2.0]]))).isnan().all()
 
 
 @pytest.mark.some(2)
