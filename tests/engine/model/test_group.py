@@ -10,7 +10,7 @@ from typing import TypeVar, get_args
 import pytest
 import torch
 
-from gptserve.engine.model.group import Group, SumOrder, choose_order
+from gptserve.engine.model.group import Group, Meeting, SumOrder, choose_order
 from gptserve.weights.sharding import Share
 from tests.engine.runs import make_config
 
@@ -23,7 +23,7 @@ def on_all_ranks(folder: Path, compute: Callable[[Group, int], T], order: SumOrd
     """Return what each rank computes; here the ranks are threads."""
 
     def of_rank(rank: int) -> T:
-        group = Group(Share(rank, NUM_RANKS), str(folder / "meeting"), CPU, order)
+        group = Group(Share(rank, NUM_RANKS), Meeting(str(folder / "meeting")), CPU, order)
         group.meet()
         return compute(group, rank)
 
@@ -59,7 +59,8 @@ def test_in_the_order_of_a_library_a_row_has_another_sum_alone(tmp_path: Path) -
 def test_a_rank_that_has_met_nobody_sums_its_term_alone(tmp_path: Path) -> None:
     """That is how the first one measures the memory of a step, with room for the terms of all."""
     x = torch.randn(4, 8).bfloat16()
-    groups = [Group(Share(1, NUM_RANKS), str(tmp_path / "meeting"), CPU, order) for order in get_args(SumOrder)]
+    meeting = Meeting(str(tmp_path / "meeting"))
+    groups = [Group(Share(1, NUM_RANKS), meeting, CPU, order) for order in get_args(SumOrder)]
     assert all(torch.equal(group.sum(x.clone()), x) for group in groups)
     assert groups[0]._gather(x).nbytes == NUM_RANKS * x.nbytes
 
