@@ -51,11 +51,11 @@ def accepted(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> Iterator
 
 
 def connect(config: EngineConfig, number: int = 1, key: bytes = KEY) -> tuple[socket.socket, links.Welcome]:
-    """Connect once the first rank listens."""
+    """Connect once the first rank listens and has time, as a node does: a stranger before it takes that rank's time."""
     while True:
         try:
             return connect_rank(config, number, key)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, BlockingIOError):
             continue
 
 
