@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, float]] = {
     "temperature": {"temperature": 0.8},
     "top_p": {"temperature": 0.8, "top_p": 0.9},
 }
-ENGINES: dict[str, dict[str, Any]] = {"none": {}, "int8": {"quantization": "int8"}}
+ENGINES: dict[str, dict[str, Any]] = {"none": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 """What the configuration of each engine has besides; their rows stand below each other."""
 PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way of what comes next
 

@@ -3,8 +3,8 @@
     python -m bench.int8_quality MODEL TEXT [TEXT ...] [--sides bf16 int8 q8_0 g32 g64.rows.exact]
         [--tokens-to TOKENS.json] [--logits Q8_0=LOGITS.npy]
 
-`bf16`, `int8`, `int8-kv`, which is bf16 with the KV cache in int8, and `stored`, with codes as the files hold them, are
-the engine as it serves. All other sides are
+`bf16`, `int8`, `int4`, `int8-kv`, which is bf16 with the KV cache in int8, and `stored`, with codes as the files hold
+them, are the engine as it serves. All other sides are
 simulated: weights and rows are rounded to what a kernel would read, and products of them are computed in fp32, with the
 rest of the model and the KV cache in fp32, too.
 
@@ -71,6 +71,7 @@ AS_SERVED: dict[str, dict[str, Any]] = {
     "stored": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-kv": {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 
 

@@ -40,6 +40,7 @@ WITH_TORCH = {
     "gptserve.engine.backends.cpu.attention",
     "gptserve.engine.backends.cpu.decoder",
     "gptserve.engine.backends.cpu.draw",
+    "gptserve.engine.backends.cpu.int4",
     "gptserve.engine.backends.cpu.int8",
     "gptserve.engine.backends.cpu.linear",
     "gptserve.engine.backends.cpu.logprobs",

@@ -22,7 +22,7 @@ from gptserve.engine.runner.control_groups import group_memory_bytes
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.quantized import held_shapes
-from gptserve.weights.quantized.coded import AnyFormat
+from gptserve.weights.quantized.coded import GROUP, SUPER_GROUP, AnyFormat, CodeFormat
 from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.sharding import WHOLE, Share
 
@@ -53,7 +53,9 @@ _QUANTIZED = ("qkv", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", 
 _FIRST_LAYERS, _FIRST_SHARE = 3, 4
 """The first layers, up to 3 and one in 4, are in int10 or keep their dtype: later layers amplify their errors."""
 _BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
-"""Of a weight's element."""
+"""Of a weight's element; GROUPED has the others."""
+GROUPED: tuple[WeightType, ...] = ("int4", "int8_groups")
+"""The types that are codes in groups, which the quantization int4 uses."""
 OF_STREAM = ("qkv", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
 _WIDE_BYTES = 4  # of scales, factors and what is not quantized
@@ -88,11 +90,20 @@ def weight_type_of(linear: str, num_layers: int, quantization: Quantization | No
     parts = linear.split(".")
     if quantization is None or parts[-1] not in _QUANTIZED:
         return None
+    if quantization == "int4":
+        return "int4" if parts[0] == "blocks" else "int8_groups"
     num_first = min(_FIRST_LAYERS, num_layers // _FIRST_SHARE)
     is_first = parts[0] == "blocks" and int(parts[1]) < num_first
     if not is_first or "experts" in parts:  # which are most of their model
         return "int8"
     return "int10" if native.has_fast_int10() else None
+
+
+def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
+    """Return the codes of one of GROUPED with rows of num_in: least values, with sub-scales where super groups fit."""
+    if weight_type == "int8_groups":
+        return CodeFormat(8, "scales")
+    return CodeFormat(4, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
 
 
 def keeps_codes(config: EngineConfig) -> bool:
@@ -113,6 +124,8 @@ def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, 
     """Return what becomes of some weight here; None for its dtype, which the router of a mixture of experts keeps."""
     if quantization is None:
         return (None,)
+    if quantization == "int4":
+        return (*GROUPED, None)
     return ("int8", "int10", None) if native.has_fast_int10() else ("int8", None)
 
 
@@ -155,7 +168,7 @@ def held_weights(
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
     `kept` is the stored type that a device keeps, if any; `codes` are what `codes_kept` returns. A tied head is the
-    embedding, and in int8 or as codes a copy beside it.
+    embedding, which is then in 8 bits in int4; in int8 or as codes it is a copy beside it.
     On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
     weights may take: how many outputs and channels are not quantized depends on their values.
     """
@@ -164,7 +177,8 @@ def held_weights(
         linear, weight_type = name.removesuffix(".weight"), None
         held = None if kept is None else held_shapes(name, shape, kept)
         if quantization is not None and linear != name:
-            weight_type = weight_type_of(linear, model.num_layers, quantization)
+            is_head = quantization == "int4" and model.tied_head and linear == "embed"
+            weight_type = weight_type_of("head" if is_head else linear, model.num_layers, quantization)
         if kept is not None and held is not None:
             its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
         elif name in codes and name != "embed.weight":
@@ -177,12 +191,14 @@ def held_weights(
         yield HeldWeight(part, name, its_type, num_bytes, math.ceil(num_bytes * _share_read(model, name)))
     if model.tied_head and share.rank == 0:
         head, its_codes = (model.vocab_size, model.embed_size or model.hidden_size), codes.get("embed.weight")
-        head_type, num_bytes = quantization if its_codes is None else its_codes.name, embedding_bytes
+        copy_type: str | None = None
+        head_type, num_bytes = weight_type_of("head", model.num_layers, quantization), embedding_bytes
         if its_codes is not None:
-            num_bytes = its_codes.num_bytes(head)
+            copy_type, num_bytes = its_codes.name, its_codes.num_bytes(head)
         elif quantization == "int8":
-            num_bytes = _quantized_bytes("head", head)
-        yield HeldWeight("head", "head.weight", head_type, 0 if head_type is None else num_bytes, num_bytes)
+            copy_type, num_bytes = quantization, _quantized_bytes("head", head)
+        held_bytes = 0 if copy_type is None else num_bytes
+        yield HeldWeight("head", "head.weight", copy_type or head_type, held_bytes, num_bytes)
 
 
 def _share_read(model: ModelConfig, name: str) -> float:
@@ -210,6 +226,9 @@ def linear_bytes(
         elif part in parts and name.endswith(".weight"):
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
             weight_type = weight_type_of(linear, model.num_layers, quantization)
+            if weight_type is not None and weight_type in GROUPED:
+                num_bytes += group_format(weight_type, shape[1]).num_bytes(shape)
+                continue
             num_bytes += int(math.prod(shape) * (dtype_bytes if weight_type is None else _BYTES[weight_type]))
     return num_bytes
 
@@ -217,10 +236,17 @@ def linear_bytes(
 def _quantized_bytes(linear: str, shape: tuple[int, ...], weight_type: WeightType = "int8") -> int:
     """Return the most bytes of a quantized weight [out, in], with its scales, factors and what is not quantized."""
     num_out, num_in = shape
+    if weight_type in GROUPED:
+        return group_format(weight_type, num_in).num_bytes(shape)
     num_wide = num_out + num_in + math.ceil(num_out / native.EXACT_SHARE) * num_in
     if linear.rpartition(".")[2] in OF_STREAM:
         num_wide += math.ceil(num_in / native.EXACT_SHARE) * num_out
     return math.ceil(num_out * num_in * _BYTES[weight_type]) + _WIDE_BYTES * num_wide
+
+
+def width_without_groups(model: ModelConfig) -> int | None:
+    """Return the inputs of a product that are no multiple of GROUP, which int4 needs; None if there is none."""
+    return next((num_in for num_in, _ in sorted(linear_shapes(model)) if num_in % GROUP), None)
 
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
 from gptserve.engine.backends.cpu.int8 import DenseInt8Linear, large_channels
 from gptserve.engine.backends.cpu.linear import (
     NativeCodedLinear,
@@ -27,10 +28,19 @@ from gptserve.engine.backends.cpu.linear import (
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.linear import Affine, DenseLinear, Linear, Rows
-from gptserve.engine.runner.memory import OF_STREAM, codes_kept, keeps_codes, linear_shapes, weight_type_of
+from gptserve.engine.runner.memory import (
+    GROUPED,
+    OF_STREAM,
+    codes_kept,
+    group_format,
+    keeps_codes,
+    linear_shapes,
+    weight_type_of,
+    width_without_groups,
+)
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import AnyFormat, CodedWeight, JoinedWeight
+from gptserve.weights.quantized.coded import GROUP, AnyFormat, CodedWeight, JoinedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +48,29 @@ Product = Literal["native", "onednn", "torch", "native_int8", "native_int10", "n
 """What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear, NativeInt10Linear, NativeCodedLinear or
 DenseInt8Linear."""
 
-_NATIVE: dict[WeightType | None, Product] = {None: "native", "int8": "native_int8", "int10": "native_int10"}
+_NATIVE: dict[WeightType | None, Product] = {
+    None: "native",
+    "int8": "native_int8",
+    "int10": "native_int10",
+    **dict.fromkeys(GROUPED, "native_coded"),
+}
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     """Raise InvalidConfigurationError if this model cannot be computed so; warn if that is slow."""
     if config.requantization is None:
         return
+    name = f"quantization '{config.requantization}'"
     if config.tensor_parallel_size > 1:
+        what = "scales of whole rows" if config.requantization == "int8" else "packed codes"
         raise InvalidConfigurationError(
-            "quantization 'int8' has scales of whole rows, which are not split, got tensor_parallel_size "
-            f"{config.tensor_parallel_size}"
+            f"{name} has {what}, which are not split, got tensor_parallel_size {config.tensor_parallel_size}"
         )
     if device.type != "cpu":
-        raise InvalidConfigurationError(f"quantization 'int8' is computed on a CPU only, got device '{device.type}'")
+        raise InvalidConfigurationError(f"{name} is computed on a CPU only, got device '{device.type}'")
+    if config.requantization == "int4":
+        _check_int4(model)
+        return
     widest = max(num_in for num_in, _ in linear_shapes(model))
     if widest > native.MAX_INT8_DEPTH:
         raise InvalidConfigurationError(
@@ -59,6 +78,17 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
         )
     if not native.is_available():
         logger.warning("linear: without the compiled library, products in int8 are slow; int8 saves memory only")
+
+
+def _check_int4(model: ModelConfig) -> None:
+    """Raise InvalidConfigurationError if this model cannot be multiplied in int4 here."""
+    odd = width_without_groups(model)
+    if odd is not None:
+        raise InvalidConfigurationError(
+            f"quantization 'int4' has groups of {GROUP} inputs, but this model has rows of {odd}"
+        )
+    if not native.is_available():
+        raise InvalidConfigurationError("quantization 'int4' is computed by the compiled library, which is missing")
 
 
 def choose_codes(
@@ -125,10 +155,13 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
     terms = weight, *others
     exact, memory = options.exact_inputs, options.memory
     product = product_of(weight.device, weight.dtype, weight_type)
-    assert product != "native_coded", "codes are no Tensor"
     match product:
         case "native":
             return NativeLinear(*terms, affine.out_dtype, memory=memory)
+        case "native_coded":
+            assert weight_type is not None
+            its = group_format(weight_type, weight.shape[1])
+            return NativeInt4Linear(weight, its, *others, affine.out_dtype, memory=memory)
         case "native_int8":
             return NativeInt8Linear(*terms, affine.out_dtype, exact_inputs=exact, memory=memory)
         case "native_int10":
@@ -161,7 +194,7 @@ class Linears:
         self._large_channels: Tensor | None = None
 
     def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
-        if self._quantization is not None:
+        if self._quantization == "int8":
             self._large_channels = large_channels(embedding, positions)
 
     def make(self, name: str, affine: Affine) -> Linear:
@@ -174,4 +207,6 @@ class Linears:
     def rows_of(self, linear: Linear) -> Rows | None:
         if isinstance(linear, DenseLinear):
             return linear.copied_rows
+        if isinstance(linear, NativeInt4Linear):
+            return linear.rows
         return PackedRows(linear) if type(linear) is NativeLinear else None  # the others are quantized

@@ -20,6 +20,7 @@ from gptserve.engine.runner.memory import (
     kv_bytes_per_token,
     parameter_counts,
     weight_bytes,
+    width_without_groups,
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.inventory import StoredPart
@@ -31,8 +32,9 @@ TYPES: dict[str, tuple[int, Quantization | None]] = {
     "float32": (4, None),
     "bfloat16": (2, None),
     "int8": (2, "int8"),
+    "int4": (2, "int4"),
 }
-"""The columns: bytes of a number, and the quantization of weights. int8 is bfloat16 with `--quantization int8`."""
+"""The columns: bytes of a number, and the quantization of weights, which is `--quantization` in bfloat16."""
 
 AS_STORED = "as stored"
 """The column of a CPU that multiplies with codes as they are stored; the other weights are in bfloat16."""
@@ -152,8 +154,10 @@ def inspect_model(
     num_parameters = sum(parameters.values())
     by_dtype = []
     columns: list[tuple[str, int, Quantization | None, StoredType | None, Mapping[str, AnyFormat]]] = [
-        (dtype, *column, None, {}) for dtype, column in TYPES.items() if num_ranks == 1 or column[1] is None
-    ]  # int8 is not split
+        (dtype, *column, None, {})
+        for dtype, column in TYPES.items()
+        if column[1] is None or (num_ranks == 1 and (column[1] == "int8" or width_without_groups(whole) is None))
+    ]  # those that are quantized are not split
     if whole.has_experts:
         columns += [(kept.name.lower(), 2, None, kept, {}) for kept in types if isinstance(kept, PackedType)]
     if codes and num_ranks == 1:

@@ -8,7 +8,7 @@ ENGINE_HELP = {
     "dtype": "data type of weights, activations and KV cache",
     "kv_cache_dtype": "data type of the KV cache; on a CPU int8 takes half of bf16's memory",
     "strict_config": "refuse a model whose config.json has any key that is not known, also one that is off",
-    "quantization": "numbers that weights become at load: int8 takes half of bf16's memory; none unpacks codes",
+    "quantization": "numbers that weights become at load: int8 takes half of bf16's memory, int4 a third; none unpacks",
     "attention_backend": "attention kernel to use",
     "block_size": "number of tokens in a block of the KV cache",
     "num_blocks": "number of blocks in the KV cache (default: two full contexts a sequence, or as many as fit)",

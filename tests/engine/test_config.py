@@ -18,7 +18,7 @@ NODES: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": 
     ("options", "message"),
     [
         ({"device": "mps"}, "device must be one of auto, cpu, cuda, got 'mps'"),
-        ({"quantization": "int4"}, "quantization must be None or none, int8, got 'int4'"),
+        ({"quantization": "int3"}, "quantization must be None or none, int8, int4, got 'int3'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, int8, got 'fp8'"),
         ({"dtype": "bf16"}, "dtype must be one of auto, float32, bfloat16, float16, got 'bf16'"),
         ({"attention_backend": "flash"}, "attention_backend must be one of auto, reference, cpu, triton, got 'flash'"),

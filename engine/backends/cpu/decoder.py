@@ -22,6 +22,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
+from gptserve.engine.backends.cpu.int4 import RowsOfCodes
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import Experts, Gate, Norm, Program, Rotation, Table, route_bytes, router_data
 from gptserve.engine.backends.fallback import warn_of_fallback
@@ -98,10 +99,8 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBac
 
 def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the buffers of both programs: by name, the elements of a row."""
-    buffers = {
-        **dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size),
-        "embedded": config.embed_size or config.hidden_size,
-    }
+    buffers = dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size)
+    buffers["embedded"] = config.embed_size or config.hidden_size
     for layer in config.distinct_layers:
         buffers |= {_at(kind, width): width for kind, width in _layer_widths(config, layer, dtype).items()}
     return buffers
@@ -245,9 +244,9 @@ class _Writer:
         """Write the embedded tokens to x."""
         config, target = self._config, "embedded" if self._config.embed_size else "x"
         scale = torch.tensor(config.embed_scale, dtype=self._dtype).item()  # rounded as in Decoder
-        if isinstance(embedding, PackedRows):
+        if isinstance(embedding, PackedRows | RowsOfCodes):
             self.program.keep(embedding.linear)
-            table = Table(embedding.linear.weight.weight, scale, is_packed=True)
+            table = Table(embedding.address, scale, embedding.KIND)
         else:
             assert isinstance(embedding, Tensor)
             table = Table(self._address(embedding), scale)

@@ -8,7 +8,9 @@ PackedLinear makes such calls. runner/products.py chooses.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from gptserve.weights.stored_tensor import Shape
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -132,11 +135,14 @@ class PackedRows:
     """Rows of the weight of a NativeLinear in fp32 or bf16, with their bits. A Rows."""
 
     device = torch.device("cpu")
+    KIND = native.PACKED_ROWS
 
     def __init__(self, linear: NativeLinear) -> None:
         weight = linear.weight
         assert weight.element_bits in (16, 32)
         self.linear, self.dtype = linear, torch.float32 if weight.element_bits == 32 else torch.bfloat16
+        self.address = weight.weight
+        """Where they are packed."""
 
     def __getitem__(self, numbers_R: Tensor) -> Tensor:
         weight, numbers_R = self.linear.weight, numbers_R.contiguous()
@@ -203,12 +209,35 @@ class NativeInt10Linear(NativeInt8Linear):
     _BITS = 10
 
 
+class GroupedRows(Protocol):
+    """Rows of a weight that are codes in groups of one format, or become such."""
+
+    @property
+    def format(self) -> CodeFormat: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+
+class GroupedWeight(Protocol):
+    """A weight [out, in] of such rows."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def parts(self) -> Sequence[GroupedRows]: ...
+
+
 class NativeCodedLinear(NativeLinear):
     """The library of engine/backends/cpu with codes in groups, as they are stored; its variants give the same bits."""
 
     def __init__(
         self,
-        weight: CodedWeight | JoinedWeight,
+        weight: GroupedWeight,
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
@@ -238,8 +267,14 @@ class NativeCodedLinear(NativeLinear):
             parts=(native.CodedRows * len(parts))(*parts),
         )
 
-    def _pack_codes(self, weight: CodedWeight) -> int:
+    @property
+    def x_dtype(self) -> torch.dtype:
+        """The dtype of rows of x."""
+        return self._dtype
+
+    def _pack_codes(self, weight: GroupedRows) -> int:
         """Keep rows in the library's layout; return where they begin."""
+        assert isinstance(weight, CodedWeight)
         assert all(part is None or part.is_contiguous() for part in weight.tensors)
         numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in weight.tensors))
         sizes = self._num_in, weight.shape[0], native.CODE_FORMATS.index(weight.format)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 27
+ABI = 28
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
@@ -42,6 +42,8 @@ EXACT_SHARE = 128
 """At most one output, and one channel of the residual stream, in this many is not quantized."""
 WIDE_OUT, WIDE_X, WIDE_RESIDUAL = 1, 2, 4
 """Of native_multiply's last argument: which of the result, x and the residual are in fp32."""
+PACKED_ROWS, CODED_ROWS = 1, 2
+"""Kinds of a Table whose rows are those of a linear."""
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
 """The index is the library's number."""
 CODE_FORMATS = (
@@ -96,6 +98,7 @@ FUNCTIONS: Functions = {
     "native_populate_first": (None, c_void_p, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_unpack": (None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
+    "native_unpack_codes": (None, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
     "native_grouped_size": (c_int64, c_int64, c_int64, c_int64),
     "native_pack_groups": (None, POINTER(NumbersOfCodes), c_int64, c_int64, c_int64, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),

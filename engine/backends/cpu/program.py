@@ -38,7 +38,7 @@ _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 class Table(Structure):
     """Table of program.h."""
 
-    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"), (c_int32, "is_packed"))
+    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"), (c_int32, "kind"))
 
 
 class Norm(Structure):

@@ -12,8 +12,10 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.runner.memory import (
+    GROUPED,
     available_memory_bytes,
     cache_capacity,
+    held_weights,
     kv_bytes_per_token,
     linear_bytes,
     parameter_counts,
@@ -21,6 +23,7 @@ from gptserve.engine.runner.memory import (
     weight_bytes,
     weight_type_of,
     weight_types,
+    width_without_groups,
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
@@ -69,6 +72,29 @@ def test_the_first_layers_have_more_bits(first: str | None, monkeypatch: pytest.
     assert weight_type_of("blocks.11.ffn_down", 12, None) is None
     assert set(weight_types("int8")) == {"int8", first, None}
     assert weight_types(None) == (None,)
+
+
+def test_int4_has_groups_in_4_bits_in_layers_and_in_8_bits_elsewhere() -> None:
+    names = ["blocks.0.qkv", "blocks.11.ffn_down", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed"]
+    found = [weight_type_of(name, 12, "int4") for name in names]
+    assert found == ["int4", "int4", "int4", None, "int8_groups", None]
+    assert set(weight_types("int4")) == {*GROUPED, None}
+    assert width_without_groups(read(gpt2(768, 12, 12))) is None
+    assert width_without_groups(read(gpt2(80, 2, 2))) == 80
+
+
+def test_a_shape_of_1_billion_in_int4_takes_at_most_0_7_bytes_a_weight() -> None:
+    model = read(llama3(2048, 16, 32, 8192) | {"tie_word_embeddings": True})
+    held = list(held_weights(model, 2, "int4"))
+    layers = [its for its in held if its.name.startswith("blocks.") and its.type is not None]
+    num_in_layers = sum(parameter_counts(model)[part] for part in ("attention", "feed-forward"))
+    assert sum(its.num_bytes for its in layers) <= 0.62 * num_in_layers
+    assert sum(its.num_bytes for its in held) <= 0.7 * sum(parameter_counts(model).values())
+    embedding, head = held[0], held[-1]
+    assert (embedding.name, embedding.num_bytes) == ("embed.weight", 2048 * 128256 * 34 // 32)
+    assert (head.name, head.type, head.num_bytes) == ("head.weight", "int8_groups", 0)  # it is the embedding
+    assert head.read_bytes == embedding.num_bytes
+    assert linear_bytes(model, "int4", 2) == sum(its.num_bytes for its in (embedding, *layers))
 
 
 def test_a_weight_in_int10_takes_ten_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_a_model_in_mxfp4_takes_as_much_as_its_published_files(name: str, publis
     model = GPT_OSS.read_config(RawConfig(KNOWN[name][0]))
     report = inspect_model(name, model, 2**36, 16, types=(MXFP4,))
 
-    assert [entry.dtype for entry in report.by_dtype] == ["float32", "bfloat16", "int8", "mxfp4"]
+    assert [entry.dtype for entry in report.by_dtype] == ["float32", "bfloat16", "int8", "int4", "mxfp4"]
     assert round(report.by_dtype[-1].weights_bytes / 2**30, 1) == published
 
 

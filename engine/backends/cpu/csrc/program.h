@@ -74,10 +74,12 @@ struct Step {
     const int64_t* taken;  // [num_taken], the rows that TAKE takes; if there are none, the program ends there
 };
 
+enum TableKind { ROWS, PACKED_ROWS, CODED_ROWS };
+
 struct Table {
     const void* rows;  // of the program's elements
     float scale;
-    int32_t packed;  // whether the rows are those of a packed weight (linear.h); EMBED only
+    int32_t packed;  // EMBED only: rows of a packed weight in fp32 or bf16 (linear.h), or in codes (code_rows.h)
 };
 
 // Of each row, `count` vectors of `width` elements from `first` on are normalised. The mean is taken off if `centred`.

@@ -6,6 +6,7 @@
 // lanes are folded in halves. A row has the same bits by AVX2 and by AVX-512; by the instructions of any CPU they may
 // differ.
 
+#include "code_rows.h"
 #include "program.h"
 
 namespace generic {

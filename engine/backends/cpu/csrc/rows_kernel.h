@@ -50,6 +50,15 @@ static void embed(const Operation& op, const Program& program, const Step& step,
     const int64_t token_id = step.token_ids[row];
     const Row<T> to = wide_or_narrow_row<T>(program, op.out, row);
     const Floats scale = broadcast(table.scale);
+    if (table.packed == CODED_ROWS) {
+        const uint8_t* from = coded_panel((const uint8_t*)table.rows, width, token_id);
+        each(width, [=](int64_t i, int count) {
+            float values[16];
+            unpack_codes(from, token_id % COLUMNS, i, values);
+            to.set(i, count, as_stored<T>(load(values, count)) * scale);
+        });
+        return;
+    }
     if (table.packed) {
         const uint8_t* from = packed_row((const uint8_t*)table.rows, width, 8 * sizeof(T), token_id);
         each(width, [=](int64_t i, int count) {

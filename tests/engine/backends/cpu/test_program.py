@@ -62,7 +62,7 @@ def packed_table(program: Program, y: Tensor) -> None:
     rows = torch.randn(y.shape).to({4: torch.float32, 2: torch.bfloat16}[program._element_bytes])
     linear = NativeLinear(torch.cat([rows, torch.full((70, y.shape[1]), torch.nan, dtype=rows.dtype)]), None)
     program.keep(linear)
-    program.add("embed", "y", "out", Table(linear.weight.weight, 1.3, is_packed=True))
+    program.add("embed", "y", "out", Table(linear.weight.weight, 1.3, native.PACKED_ROWS))
 
 
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-6}

@@ -1,0 +1,160 @@
+"""Weights that become codes of 4 or 8 bits in groups while they load, and rows of such a weight.
+
+weights/quantized/coded.py says what codes are, csrc/groups.cpp multiplies with them. runner/memory.py says which
+weights become what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import GroupedRows, NativeCodedLinear
+from gptserve.weights.config import Activation
+from gptserve.weights.huge_pages import HugePages
+from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
+from gptserve.weights.quantized.coded import GROUP, SUPER_GROUP, CodedWeight, CodeFormat
+from gptserve.weights.stored_tensor import Shape
+
+_MAX_HALF = 65504.0
+_LARGEST = 127
+"""The largest integer of a group."""
+
+
+def quantize_groups(rows: Tensor, its: CodeFormat) -> CodedWeight:
+    """Return rows [rows, in] as the nearest codes. The scale of a group that is not finite is NaN.
+
+    With scales alone the largest weight of a group is a code at its end; with least values the largest and the least.
+    With sub-scales there are least values, which are rounded before the scales.
+    """
+    groups, most = rows.float().view(len(rows), -1, GROUP), (1 << its.bits) - 1
+    is_finite = groups.isfinite().all(2)
+    groups = torch.where(is_finite[..., None], groups, 0.0)
+    if its.kind == "scales":
+        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
+        scales = _Numbers.of(largest / -its.zero, its)
+        offsets, others = scales.values * its.zero, None
+    else:
+        others = _Numbers.of(groups.amin(2), its)
+        scales = _Numbers.of((groups.amax(2) - others.values).clamp(min=0) / most, its)
+        offsets = -others.values
+    inverse = torch.where(scales.values != 0, 1 / scales.values, 0.0)
+    codes = ((groups + offsets[..., None]) * inverse[..., None]).round_().clamp_(0, most).to(torch.uint8)
+    per_half = SUPER_GROUP // GROUP if its.sub_group else 1
+    has_meaning = is_finite.view(len(rows), -1, per_half).all(2)
+    halves = torch.where(has_meaning, scales.halves, torch.nan)
+    if others is None:
+        return CodedWeight(its, rows.dtype, codes.flatten(1), halves)
+    return CodedWeight(its, rows.dtype, codes.flatten(1), halves, others.halves, scales.integers, others.integers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Numbers of groups: in fp16, or integers, int8 [rows, groups], times numbers in fp16 of super groups."""
+
+    values: Tensor
+    """fp32 [rows, groups], as they are rounded."""
+    halves: Tensor
+    integers: Tensor | None = None
+
+    @classmethod
+    def of(cls, exact: Tensor, its: CodeFormat) -> _Numbers:
+        """Round numbers, fp32 [rows, groups]."""
+        if not its.sub_group:
+            halves = _halves(exact)
+            return cls(halves.float(), halves)
+        supers = exact.view(len(exact), -1, SUPER_GROUP // GROUP)
+        halves = _halves(supers.abs().amax(2) / _LARGEST)
+        units = halves.float()[..., None]
+        integers = (supers / torch.where(units > 0, units, 1.0)).round_().clamp_(-_LARGEST, _LARGEST)
+        return cls((integers * units).flatten(1), halves, integers.to(torch.int8).flatten(1))
+
+
+def _halves(values: Tensor) -> Tensor:
+    return values.clamp(-_MAX_HALF, _MAX_HALF).half()
+
+
+@dataclass(frozen=True, slots=True)
+class _Floats:
+    """A weight [out, in] that is to become codes."""
+
+    format: CodeFormat
+    values: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.values.shape)
+
+    @property
+    def parts(self) -> tuple[_Floats, ...]:
+        return (self,)
+
+
+class NativeInt4Linear(NativeCodedLinear):
+    """The library of engine/backends/cpu with a weight that it quantizes: not only in 4 bits, as the format says."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        its: CodeFormat,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+        variant: native.Variant | None = None,
+        memory: HugePages | None = None,
+    ) -> None:
+        """Quantize and pack the weight; rows of x are of its dtype."""
+        self._format = its
+        super().__init__(_Floats(its, weight), bias, activation, out_dtype, variant, memory)
+
+    @property
+    def rows(self) -> RowsOfCodes | None:
+        """The rows of the weight, if they can be read: in 8 bits with scales alone."""
+        return RowsOfCodes(self) if self._format == RowsOfCodes.FORMAT else None
+
+    def _pack_codes(self, weight: GroupedRows) -> int:
+        """Keep the weight in the library's layout; return where it begins. Threads pack what they quantize."""
+        assert isinstance(weight, _Floats)
+        its, (num_out, num_in) = weight.format, weight.shape
+        number = native.CODE_FORMATS.index(its)
+        packed = self._keep(self._memory.take(self._library.native_grouped_size(num_in, num_out, number)))
+        num = max(1, PIECE_ELEMENTS // num_in // native.COLUMNS) * native.COLUMNS
+
+        def pack(start: int) -> None:
+            rows = quantize_groups(weight.values[start : start + num], its)
+            address = packed + self._library.native_grouped_size(num_in, start, number)
+            kept = [None if part is None else part.contiguous() for part in rows.tensors]
+            numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in kept))
+            self._library.native_pack_groups(numbers, num_in, rows.shape[0], number, address)
+
+        for _ in map_pieces(pack, range(0, num_out, num)):
+            pass
+        return packed
+
+
+class RowsOfCodes:
+    """Rows of the weight of a NativeInt4Linear, rounded to the dtype of computation. A Rows."""
+
+    device = torch.device("cpu")
+    KIND = native.CODED_ROWS
+    FORMAT = CodeFormat(8, "scales")
+
+    def __init__(self, linear: NativeInt4Linear) -> None:
+        self.linear, self.dtype = linear, linear.x_dtype
+        self.address = linear.weight.parts[0].weight
+        """Where they are packed."""
+
+    def __getitem__(self, numbers_R: Tensor) -> Tensor:
+        weight, numbers_R = self.linear.weight, numbers_R.contiguous()
+        assert numbers_R.dtype is torch.int64 and numbers_R.dim() == 1
+        rows = torch.empty(len(numbers_R), weight.num_in)
+        of_weight = self.address, weight.num_in
+        native.library().native_unpack_codes(*of_weight, numbers_R.data_ptr(), len(numbers_R), rows.data_ptr())
+        return rows.to(self.dtype)

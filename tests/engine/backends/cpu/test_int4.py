@@ -1,0 +1,112 @@
+"""Weights that become codes while they load: how they are rounded, products with them, and rows of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gptserve.engine.backends.cpu import int4, native
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear, RowsOfCodes, quantize_groups
+from gptserve.engine.backends.cpu.program import Program, Table
+from gptserve.weights.quantized.coded import GROUP, CodeFormat
+from tests.engine.backends.cpu.coded import product
+
+FORMATS = [CodeFormat(bits, kind) for bits in (4, 8) for kind in ("scales", "scales and leasts")]
+FORMATS.append(CodeFormat(4, "scales and leasts", 32))
+of_all = pytest.mark.parametrize("its", FORMATS, ids=lambda its: f"{its.bits}-{its.kind}-{its.sub_group}")
+needs_library = pytest.mark.skipif(not native.is_available(), reason="the compiled library is missing")
+
+
+@of_all
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_weight_is_the_nearest_that_its_group_has(its: CodeFormat, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(40, 256) * torch.logspace(-3, 1, 40)[:, None] + 0.1).to(dtype)
+    coded = quantize_groups(weight, its)
+    assert (coded.format, coded.dtype, coded.shape) == (its, dtype, (40, 256))
+    values, codes = coded.values(slice(0, 40)), coded.codes.int()
+    errors = []
+    for by in (-1, 0, 1):
+        moved = replace(coded, codes=(codes + by).clamp(0, (1 << its.bits) - 1).to(torch.uint8))
+        errors.append((moved.values(slice(0, 40)) - weight.float()).abs())
+    # No code beside it is nearer, but for the rounding of what both are measured by.
+    slack = 1e-3 * values.view(40, 8, GROUP).abs().amax(2, keepdim=True).expand(-1, -1, GROUP).flatten(1)
+    assert (errors[1] <= torch.minimum(errors[0], errors[2]) + slack).all()
+    relative = (errors[1] / weight.float().view(40, 8, GROUP).abs().amax(2).repeat_interleave(GROUP, 1)).amax()
+    assert relative < (0.01 if its.bits == 8 else 0.15)
+
+
+@of_all
+def test_groups_of_zeros_small_large_and_no_numbers(its: CodeFormat) -> None:
+    weight = torch.ones(5, 512)
+    weight[0, :32], weight[1], weight[2], weight[3, 300], weight[4, 1] = 0, 1e-12, 1e30, torch.inf, torch.nan
+    coded = quantize_groups(weight, its)
+    values = coded.values(slice(0, 5))
+    assert (values[0, :32] == 0).all()
+    assert (values[1].abs() < 1e-7).all()
+    assert values[2].isfinite().all()
+    assert values[3, 288:320].isnan().all()
+    assert values[4, :32].isnan().all()
+    assert (values[[0, 3, 4], [300, 0, 256]] - 1).abs().max() < 2**-9
+
+
+@needs_library
+@of_all
+@pytest.mark.parametrize("num_out", [1, 33, 200])
+def test_products_are_those_with_the_codes(its: CodeFormat, num_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4, "PIECE_ELEMENTS", 64 * 256)  # pieces of 64 rows
+    torch.manual_seed(num_out)
+    weight, bias, x = torch.randn(num_out, 256), torch.randn(num_out), torch.randn(7, 256)
+    y = NativeInt4Linear(weight, its, bias, "relu")(x)
+    assert torch.equal(y, (product(x, quantize_groups(weight, its)) + bias).relu())
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [32, 96, 576])
+def test_rows_are_those_of_the_codes(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    weight = torch.randn(70, width).to(dtype)
+    weight[:, 1::7] *= 1e-6  # subnormal scales
+    weight[40, :32] *= 1e-6
+    linear = NativeInt4Linear(weight, RowsOfCodes.FORMAT, None)
+    rows = linear.rows
+    assert rows is not None
+    assert (rows.dtype, rows.device) == (dtype, torch.device("cpu"))
+    numbers = torch.tensor([0, 69, 31, 32, 40, 31])
+    expected = quantize_groups(weight, RowsOfCodes.FORMAT).values(slice(0, 70)).to(dtype)
+    assert torch.equal(rows[numbers], expected[numbers])
+    assert NativeInt4Linear(weight, CodeFormat(4, "scales"), None).rows is None
+
+
+@pytest.mark.parametrize("wide", [(), ("out",)])
+@pytest.mark.parametrize(
+    ("dtype", "variant"),
+    [
+        (dtype, its)
+        for dtype in (torch.float32, torch.bfloat16)
+        for its in native.supported_variants(8 * dtype.itemsize)
+    ],
+)
+def test_a_program_embeds_by_codes_as_by_a_plain_table(
+    dtype: torch.dtype, variant: native.Variant, wide: tuple[str, ...]
+) -> None:
+    linear, token_ids = (
+        NativeInt4Linear(torch.randn(70, 96).to(dtype), RowsOfCodes.FORMAT, None),
+        torch.tensor([69, 0, 33]),
+    )
+    rows = linear.rows
+    assert rows is not None
+    plain = rows[torch.arange(70)]
+    found = []
+    for table in (Table(rows.address, 1.3, RowsOfCodes.KIND), Table(plain.data_ptr(), 1.3)):
+        out = torch.zeros(3, 96, dtype=torch.float32 if wide else dtype)
+        program = Program({"out": 96}, dtype.itemsize, variant, wide)
+        program.add("embed", "out", "out", table)
+        program.place("out", out.data_ptr())
+        program.run(3, token_ids.data_ptr())
+        found.append(out)
+    assert torch.equal(*found)
+    assert found[0].any()
