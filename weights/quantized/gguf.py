@@ -72,7 +72,11 @@ class Gguf:
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
         (data,) = tensors.values()
-        values = _values(self.type_name, data[self._places(shape[0], rows)], shape)
+        places = self._places(shape[0], rows)
+        if len(shape) == 1 and self.type_name not in FLOATS:  # elements share blocks
+            values = _values(self.type_name, data[None], (1, *shape))[0, places]
+        else:
+            values = _values(self.type_name, data[places], shape)
         return values - self.offset if self.offset else values
 
     def code_format(self, shape: Shape, tensors: Mapping[str, StoredTensor]) -> CodeFormat | None:
@@ -134,7 +138,8 @@ class GgufHalves:
         which, place = (row % 2, row // 2) if self.endings == HALVES[0] else (row // half, row % half)
         values = torch.empty(len(row), *shape[1:])
         for i, (type_name, data) in enumerate(zip(self.type_names, tensors.values(), strict=True)):
-            values[which == i] = _values(type_name, data[place[which == i]], shape)
+            if (places := place[which == i]).numel():
+                values[which == i] = _values(type_name, data[places], shape)
         return values
 
 

@@ -28,7 +28,7 @@ def quantize_groups(rows: Tensor, its: CodeFormat) -> CodedWeight:
     """Return rows [rows, in] as the nearest codes. The scale of a group that is not finite is NaN.
 
     With scales alone the largest weight of a group is a code at its end; with least values the largest and the least.
-    With sub-scales there are least values, which are rounded before the scales.
+    With sub-scales there are least values, which are rounded before the scales. Weights too close for any scale are 0.
     """
     groups, most = rows.float().view(len(rows), -1, GROUP), (1 << its.bits) - 1
     is_finite = groups.isfinite().all(2)
@@ -40,6 +40,7 @@ def quantize_groups(rows: Tensor, its: CodeFormat) -> CodedWeight:
     else:
         others = _Numbers.of(groups.amin(2), its)
         scales = _Numbers.of((groups.amax(2) - others.values).clamp(min=0) / most, its)
+        others = others.without((scales.values == 0) & (groups.amax(2) > groups.amin(2)))
         offsets = -others.values
     inverse = torch.where(scales.values != 0, 1 / scales.values, 0.0)
     codes = ((groups + offsets[..., None]) * inverse[..., None]).round_().clamp_(0, most).to(torch.uint8)
@@ -71,6 +72,13 @@ class _Numbers:
         units = halves.float()[..., None]
         integers = (supers / torch.where(units > 0, units, 1.0)).round_().clamp_(-_LARGEST, _LARGEST)
         return cls((integers * units).flatten(1), halves, integers.to(torch.int8).flatten(1))
+
+    def without(self, where: Tensor) -> _Numbers:
+        """Return these numbers with zeros at some groups, bool [rows, groups]."""
+        values = self.values.masked_fill(where, 0.0)
+        if self.integers is None:
+            return _Numbers(values, self.halves.masked_fill(where, 0.0))
+        return _Numbers(values, self.halves, self.integers.masked_fill(where, 0))
 
 
 def _halves(values: Tensor) -> Tensor:

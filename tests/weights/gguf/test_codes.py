@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.inventory import code_formats
 from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedFormat, JoinedWeight
-from gptserve.weights.quantized.gguf import CODE_FORMATS
+from gptserve.weights.quantized.gguf import CODE_FORMATS, HALVES, Gguf, GgufHalves
 from gptserve.weights.source import resolve_model
 from tests.parity.models import write_model
-from tests.weights.gguf.k_quants import q4_k_m
+from tests.weights.gguf.k_quants import packed, q4_k_m
 from tests.weights.gguf.test_architectures import MODELS
 from tests.weights.gguf.written import write_gguf
 
@@ -52,6 +54,29 @@ def test_parts_of_several_types_are_joined_as_they_are(name: str, tmp_path: Path
     assert formats["blocks.0.qkv.weight"] == JoinedFormat(((384, Q4_K), (128, Q6_K)))
     assert {its for its in formats.values() if isinstance(its, CodeFormat)} == {Q4_K, Q6_K}
     check(checkpoint)
+
+
+@pytest.mark.parametrize("quant", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K], ids=lambda its: its.name)
+@pytest.mark.parametrize("endings", HALVES)
+def test_rows_of_two_tensors_may_all_be_in_one(endings: tuple[str, str], quant: GGMLQuantizationType) -> None:
+    values = np.random.default_rng(0).standard_normal((2, 4, 256)).astype(np.float32)
+    blocks = [packed(its, quant) for its in values]
+    first, last = (torch.from_numpy(dequantize(its, quant)) for its in blocks)
+    whole = torch.cat([first, last]) if endings == HALVES[1] else torch.stack([first, last], 1).flatten(0, 1)
+    tensors = {name: torch.from_numpy(its) for name, its in zip(endings, blocks, strict=True)}
+    for rows in (slice(0, 2), slice(1, 2), slice(3, 6), slice(4, 8)):
+        found = GgufHalves((quant.name, quant.name), endings).unpack((8, 256), tensors, rows, torch.float32)
+        assert torch.equal(found, whole[rows])
+
+
+@pytest.mark.parametrize("quant", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K])
+def test_a_vector_shares_blocks(quant: GGMLQuantizationType) -> None:
+    values = np.random.default_rng(0).standard_normal((1, 512)).astype(np.float32)
+    blocks = packed(values, quant)
+    expected = torch.from_numpy(dequantize(blocks, quant))[0]
+    tensors = {"": torch.from_numpy(blocks[0])}
+    for rows in (slice(0, 512), slice(40, 300)):
+        assert torch.equal(Gguf(quant.name).unpack((512,), tensors, rows, torch.float32), expected[rows])
 
 
 def check(checkpoint: Checkpoint) -> None:

@@ -52,6 +52,14 @@ def test_groups_of_zeros_small_large_and_no_numbers(its: CodeFormat) -> None:
     assert (values[[0, 3, 4], [300, 0, 256]] - 1).abs().max() < 2**-9
 
 
+@of_all
+def test_weights_too_close_for_a_scale_are_nearly_zeros(its: CodeFormat) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 256) * torch.logspace(-7, -4, 8)[:, None]
+    values = quantize_groups(weight, its).values(slice(0, 8))
+    assert (((values - weight).norm(dim=1) / weight.norm(dim=1)) < 1.001).all()
+
+
 @needs_library
 @of_all
 @pytest.mark.parametrize("num_out", [1, 33, 200])
