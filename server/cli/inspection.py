@@ -44,7 +44,7 @@ _ROWS = {
     "position": ("position",),
     "attention q, k, v": ("qkv",),
     "attention out": ("attn_out", "sinks"),
-    "feed-forward": ("ffn_up", "ffn_down"),
+    "feed-forward": ("ffn_up", "ffn_down", "xielu"),
     "router": ("router", "correction"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts
     "norms": (),  # all tensors named ..._norm
