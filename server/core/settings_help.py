@@ -5,7 +5,7 @@ from __future__ import annotations
 ENGINE_HELP = {
     "device": "device to compute on",
     "task": "what to serve: completions of texts, their vectors (embed), labels (classify), or scores of pairs",
-    "dtype": "data type of weights, activations and KV cache",
+    "dtype": "data type of weights, activations and, unless it has its own, KV cache",
     "kv_cache_dtype": "data type of the KV cache; on a CPU int8 takes half of bf16's memory",
     "strict_config": "refuse a model whose config.json has any key that is not known, also one that is off",
     "quantization": "numbers that weights become at load: int8 takes half of bf16's memory, int4 a third; none unpacks",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,16 @@ def served(*flags: str, **options: str) -> Iterator[str]:
         assert process.wait()[0] == 0
     finally:
         process.kill()
+
+
+@contextlib.contextmanager
+def ranks_documents(chat_model: Path, folder: Path) -> Iterator[str]:
+    """Serve a copy of a chat model, in a new folder, that scores by two of its tokens; give the URL without /v1."""
+    shutil.copytree(chat_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"classifier_from_token": ["a", "b"]}))
+    with served("--model", str(folder), "--served-model-name", "tiny", "--task", "score") as url:
+        yield url.removesuffix("/v1")
 
 
 def write_chat_model(folder: Path) -> Path:

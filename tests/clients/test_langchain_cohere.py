@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.environments import Environment
-from tests.clients.servers import post, served
+from tests.clients.servers import post, ranks_documents
 
 CLIENT = "langchain-cohere"
 pytestmark = pytest.mark.clients
@@ -31,12 +29,9 @@ def rank(url: str, documents: list[str]) -> dict[str, Any]:
 
 
 def test_documents_are_ranked(client: Environment, chat_model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(chat_model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"classifier_from_token": ["a", "b"]}))
-    with served("--model", str(folder), "--served-model-name", "tiny", "--task", "score") as url:
-        found = client.call(rank, url.removesuffix("/v1"), DOCUMENTS)
-        asked = post(url.removesuffix("/v1"), "v2/rerank", query="a cat", documents=DOCUMENTS, top_n=2)
+    with ranks_documents(chat_model, tmp_path / "model") as url:
+        found = client.call(rank, url, DOCUMENTS)
+        asked = post(url, "v2/rerank", query="a cat", documents=DOCUMENTS, top_n=2)
 
     order = [(its["index"], its["relevance_score"]) for its in asked["results"]]
     assert found == {
