@@ -26,6 +26,11 @@ class RawLine:
     n: int
     data: bytes | None
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing stands in it."""
+        return self.data is not None and not self.data.strip()
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
@@ -38,6 +43,11 @@ class BatchLine:
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
     """Yield the lines of a file that are not blank; no more than max_bytes of one are in memory."""
+    return (raw for raw in read_all_lines(file, max_bytes) if not raw.is_blank)
+
+
+def read_all_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
+    """Yield the lines of a file, the blank ones, too."""
     n = 0
     while data := file.readline(max_bytes + 1):
         n += 1
@@ -45,8 +55,7 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
         while is_long and (rest := file.readline(_SKIPPED_BYTES)):
             if rest.endswith(b"\n"):
                 break
-        if is_long or data.strip():
-            yield RawLine(n, None if is_long else data)
+        yield RawLine(n, None if is_long else data)
 
 
 def repeated_lines(lines: Iterable[RawLine]) -> tuple[list[int], set[int]]:

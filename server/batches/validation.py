@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Collection
 from typing import BinaryIO
 
-from gptserve.server.batches.lines import RawLine, line_of, read_lines
+from gptserve.server.batches.lines import RawLine, line_of, read_all_lines
 from gptserve.server.batches.store import LineError
 from gptserve.server.core.errors import ServiceError
 
 MAX_LINES = 100_000  # of each, 16 bytes of its custom_id are held while all are checked: some 10 MB
+MAX_BLANK_LINES = 100_000
 MAX_ERRORS = 100
 _STEP_BYTES = 2**16  # a millisecond or so of parsing
 
@@ -25,7 +26,7 @@ class Validation:
     def __init__(self, file: BinaryIO, max_bytes: int, urls: Collection[str]) -> None:
         self.num_lines = 0
         self.errors: list[LineError] = []
-        self._lines = read_lines(file, max_bytes)
+        self._lines = read_all_lines(file, max_bytes)
         self._max_bytes, self._urls = max_bytes, urls
         self._seen: set[bytes] = set()
 
@@ -38,13 +39,15 @@ class Validation:
                 if not self.num_lines:
                     self.errors.append(LineError("empty_file", "the input file has no line", "input_file_id"))
                 return False
-            self.num_lines += 1
             num_bytes += len(raw.data or b"")
-            if self.num_lines > MAX_LINES:
-                message = f"a batch may have at most {MAX_LINES} lines"
+            self.num_lines += not raw.is_blank
+            if self.num_lines > MAX_LINES or raw.n - self.num_lines > MAX_BLANK_LINES:
+                most = f"{MAX_BLANK_LINES} blank" if self.num_lines <= MAX_LINES else MAX_LINES
+                message = f"a batch may have at most {most} lines"
                 self.errors.append(LineError("too_many_lines", message, "input_file_id", raw.n))
                 return False
-            self._check(raw)
+            if not raw.is_blank:
+                self._check(raw)
             if len(self.errors) == MAX_ERRORS:
                 return False
         return True

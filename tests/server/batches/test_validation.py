@@ -54,9 +54,18 @@ def test_a_million_bad_lines_cost_no_more_than_the_first_of_them() -> None:
     assert (len(checked.errors), file.tell()) == (MAX_ERRORS, 3 * MAX_ERRORS)
 
 
+def test_blank_lines_are_read_a_piece_at_a_time() -> None:
+    file = io.BytesIO(b" " * 999 + b"\n" + (b" " * 999 + b"\n") * 1000)
+    assert Validation(file, 1000, ("/v1/completions",)).step()
+    assert file.tell() < 100_000
+
+
 def test_too_many_lines_and_none_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "MAX_LINES", 2)
+    monkeypatch.setattr(validation, "MAX_BLANK_LINES", 1)
     three = check(lines(*({**GOOD, "custom_id": str(i)} for i in range(3))))[0]
     assert three.errors == [LineError("too_many_lines", "a batch may have at most 2 lines", "input_file_id", 3)]
+    blank = check(b"\n \n" + lines(GOOD) + b"\n\n" + b"x" * 2000)[0]
+    assert blank.errors == [LineError("too_many_lines", "a batch may have at most 1 blank lines", "input_file_id", 2)]
     for empty in (b"", b"\n \n"):
         assert check(empty)[0].errors == [LineError("empty_file", "the input file has no line", "input_file_id")]
