@@ -62,10 +62,10 @@ def test_blank_lines_are_read_a_piece_at_a_time() -> None:
 
 def test_too_many_lines_and_none_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "MAX_LINES", 2)
-    monkeypatch.setattr(validation, "MAX_BLANK_LINES", 1)
+    monkeypatch.setattr(validation, "MAX_BLANK_LINES", 2)
     three = check(lines(*({**GOOD, "custom_id": str(i)} for i in range(3))))[0]
     assert three.errors == [LineError("too_many_lines", "a batch may have at most 2 lines", "input_file_id", 3)]
     blank = check(b"\n \n" + lines(GOOD) + b"\n\n" + b"x" * 2000)[0]
-    assert blank.errors == [LineError("too_many_lines", "a batch may have at most 1 blank lines", "input_file_id", 2)]
+    assert blank.errors == [LineError("too_many_lines", "a batch may have at most 2 blank lines", "input_file_id", 4)]
     for empty in (b"", b"\n \n"):
         assert check(empty)[0].errors == [LineError("empty_file", "the input file has no line", "input_file_id")]
