@@ -77,7 +77,7 @@ def task() -> Iterator[None]:
     loop.close()
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("hold", "name"),
     [(thread, "kind-thread"), (process, "kind-process"), (descriptor, "test_leaks.py"), (task, "kind_task")],
@@ -90,6 +90,7 @@ def test_what_is_held_is_named_until_it_is_gone(hold: Callable[[], AbstractConte
     assert wait_until_gone(before) == []
 
 
+@pytest.mark.slow
 def test_a_task_that_is_there_when_modules_are_passed_by_is_found() -> None:
     before = holdings()
     with task():

@@ -77,12 +77,13 @@ def test_the_example_with_curl(url: str) -> None:
     assert shape(output_of(["sh", "-c", silent])).strip() == shape(shown).strip()
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [README, QUICKSTART], ids=["readme", "quickstart"])
 def test_the_example_with_openai(page: Path, url: str) -> None:
     assert output_of([sys.executable, "-c", example(page, "from openai").replace(URL, url)]).strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [README, pytest.param(QUICKSTART, marks=pytest.mark.slow)], ids=["readme", "quickstart"]
 )

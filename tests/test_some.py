@@ -7,6 +7,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 from tests.some import chosen
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +62,7 @@ def test_a_case_stays_chosen_while_others_go() -> None:
     assert chosen(fewer, 10) == kept
 
 
+@pytest.mark.slow
 def test_the_cases_beyond_those_are_slow(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(FILE)
     options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "--collect-only", "--import-mode=prepend", "-q")

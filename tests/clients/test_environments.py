@@ -18,6 +18,7 @@ def row_of(environment: Environment) -> str:
     return f"| {name}{' (npm)' if environment.npm else ''} | {version} |"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", environments())
 def test_every_client_has_a_row_with_its_version(name: str) -> None:
     assert row_of(environments()[name]) in PAGE.read_text(encoding="utf-8")

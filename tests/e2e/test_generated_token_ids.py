@@ -57,7 +57,7 @@ def wholes(storyteller: Path) -> list[Json]:
     return post(storyteller, BODIES)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 7, 60])
 def test_what_follows_is_the_rest_of_the_answer(storyteller: Path, wholes: list[Json], cut: int) -> None:
     rests = post(

@@ -74,7 +74,7 @@ def echoed(dtype: str, logprobs: int, max_tokens: int) -> list[dict[str, Any]]:
     return choices
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("logprobs", "max_tokens"), [(1, 1), (5, 1), (1, 0), (10, 0)])
 def test_a_token_is_greedy_exactly_where_its_logprob_is_the_largest(dtype: str, logprobs: int, max_tokens: int) -> None:
@@ -127,6 +127,7 @@ def test_a_greedy_continuation_is_greedy_until_a_token_is_exchanged(dtype: str) 
     assert ranks[-1] > 1
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_are_those_of_the_raw_logits(dtype: str) -> None:
     fields = {"max_tokens": 1, "prompt_logprobs": 4}

@@ -54,7 +54,7 @@ def read(answer: Any) -> tuple[list[int], str, str]:
     return ids, reasoning, text
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "wanted", [pytest.param(wanted, marks=pytest.mark.slow if i > 1 else ()) for i, wanted in enumerate(WANTED)]
 )

@@ -144,7 +144,7 @@ def altered(params: dict[str, Any]) -> list[SamplingParams]:
     return [*left_out, SamplingParams(**{**fields, "temperature": 1.5 * params.get("temperature", 1.0)})]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in CASES]
 )

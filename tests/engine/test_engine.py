@@ -366,6 +366,7 @@ def demanding_requests(solo: dict[str, Result]) -> list[Request]:
     return [*mixed_requests(), *by_stop, by_context, repetitive, with_prompt]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "options",
     [{"max_num_seqs": 3, "max_num_batched_tokens": 7}, pytest.param({"max_num_seqs": 4}, marks=pytest.mark.slow)],

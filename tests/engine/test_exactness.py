@@ -177,7 +177,7 @@ def reseeded(num: int) -> tuple[Request, ...]:
     return tuple(replace(r, seed=r.seed + 1000) for r in requests()[:num] if not r.params.is_greedy)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("axis", "dtype"),
     [
@@ -197,7 +197,7 @@ def test_the_first_requests_alone_equal_those_under_any_load(
     assert engine.stats.num_accepted_tokens > 0 or "drafts" not in axis
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EAGER, indirect=True)
 def test_the_first_requests_alone_equal_those_in_small_steps_without_a_compiler(dtype: str) -> None:
     engine = storyteller(dtype, **AXES["a budget of 9 tokens"])
@@ -314,6 +314,7 @@ def test_the_page_has_every_axis_and_no_difference() -> None:
     assert counts["another seed"][1] > 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("num", [4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str, num: int) -> None:

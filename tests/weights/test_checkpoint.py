@@ -312,6 +312,7 @@ def test_hostile_header_is_one_sentence(
     refused(tiny, InvalidCheckpointError, "safetensors|do not fit")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("num_tensors", "padding", "message"),
     [

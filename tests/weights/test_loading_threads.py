@@ -132,6 +132,7 @@ print(len(threads() - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in Linux's /proc")
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built, so oneDNN is asked with many threads")
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("", marks=pytest.mark.slow)])

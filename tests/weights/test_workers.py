@@ -78,7 +78,7 @@ def test_a_reply_is_text_or_token_ids(
     assert make(source).call(**request_) == reply
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("code", "cause"),
     [

@@ -151,6 +151,7 @@ FORCING_SPECIAL = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("text", FORCING_SPECIAL)
 def test_a_forced_text_changes_no_mask(with_marks: Compiler, text: str) -> None:
     compiled = with_marks.compile(Grammar("lark", text))

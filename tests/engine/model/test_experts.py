@@ -48,6 +48,7 @@ def test_a_row_has_the_same_route_alone_and_in_any_batch(name: str) -> None:
         assert all(torch.equal(a, b[first:last]) for a, b in zip(part, whole, strict=True))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("kind", "num_active", "dtype", "num_threads"), CASES)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     kind: type[NativeLinear | PackedLinear], num_active: int, dtype: torch.dtype, num_threads: int

@@ -233,7 +233,7 @@ def test_not_a_number_stays_in_its_row(kind: Kind) -> None:
         assert is_nan.sum() == 40
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_a_row_of_native_has_the_same_bits_among_any_others(kind: Kind, seed: int) -> None:
     draw = random.Random(seed)

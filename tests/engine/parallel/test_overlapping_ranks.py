@@ -73,7 +73,7 @@ def finish(engine: Engine) -> None:
         engine.step()
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
 def test_overlapping_steps_of_ranks_have_the_bits_of_steps_one_after_the_other(pair: Pair, delay: int) -> None:
     """With stops, which leave a step ahead for nothing, preemptions, and an abort that frees blocks under a step."""

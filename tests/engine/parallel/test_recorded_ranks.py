@@ -79,6 +79,7 @@ def recorded(request: pytest.FixtureRequest, tiny_gpt2: Path, tmp_path_factory: 
     return Recorded(engine, notes)
 
 
+@pytest.mark.slow
 def test_ranks_that_replay_give_the_bits_of_ranks_that_do_not(recorded: Recorded, tiny_gpt2: Path) -> None:
     """Steps that are replayed come between steps of prompts, which are not; rows of padding change nothing."""
     engine = recorded.engine

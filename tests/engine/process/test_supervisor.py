@@ -400,7 +400,7 @@ def test_a_system_without_threads_may_have_some_later(make_supervisor: MakeSuper
     run(test())
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("options", "cause"),
     [

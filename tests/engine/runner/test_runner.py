@@ -204,7 +204,7 @@ def test_a_step_leaves_torch_its_threads(tiny_gpt2: Path) -> None:
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("torch_threads")
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -96,6 +96,7 @@ def measured(memory: LiveMemory, engine: Engine, folder: Path, **options: Any) -
         )
 
 
+@pytest.mark.slow
 def test_no_step_takes_more_memory_than_the_largest(tiny_gpt2: Path, memory: LiveMemory) -> None:
     """Prompts as long as the context allows in a full batch, with every parameter, and then their tokens."""
     engine = make_engine(tiny_gpt2, **OPTIONS)

@@ -290,7 +290,7 @@ def num(text: str) -> int:
     return len(split(text)) - 1
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("n", "body", "options"),
     [

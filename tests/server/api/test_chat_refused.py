@@ -206,6 +206,7 @@ MASSES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -220,6 +221,7 @@ def test_masses_of_unknown_fields_are_refused(make_api: Callable[..., Api], body
     assert error["message"] == f"the body may have at most {MAX_IGNORED} unknown fields"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("body", "param"), MASSES.values(), ids=MASSES)
 def test_of_masses_only_the_first_that_is_wrong_is_looked_at(
     make_api: Callable[..., Api], body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch

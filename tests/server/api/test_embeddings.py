@@ -321,6 +321,7 @@ def test_a_server_that_generates_refuses_to_embed(make_api: MakeApi) -> None:
     assert refusal(response) == (message, None, "unsupported_task")
 
 
+@pytest.mark.slow
 def test_the_document_describes_the_routes_of_the_task(make_api: MakeApi) -> None:
     paths = make(make_api).get("/openapi.json").json()["paths"]
     assert "/v1/embeddings" in paths

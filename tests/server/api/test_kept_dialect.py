@@ -59,7 +59,7 @@ def test_a_completed_chat_stays_as_it_was(serve: Serve, tmp_path: Path, kind: st
     assert retried["id"] == begun["id"]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("kind", "other"), OTHER)
 def test_a_chat_that_was_under_way_goes_on_as_it_began(
     serve: Serve, tmp_path: Path, kind: str, other: dict[str, Any]

@@ -257,6 +257,7 @@ def test_a_needed_key_is_described(make_api: Callable[..., Api], document: dict[
     assert guarded["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("protected", [False, True])
 def test_the_document_says_which_routes_are_open(make_api: Callable[..., Api], protected: bool) -> None:
     api = make_api(FakeEngineClient(), api_keys=("k",), protect_operations=protected)

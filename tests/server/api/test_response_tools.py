@@ -43,6 +43,7 @@ def call_item(response_id: str, place: int, index: int, name: str, arguments: st
     }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["hermes", "harmony"])
 def test_calls_are_items_with_events_that_every_reader_gets(serve: Serve, kind: str) -> None:
     server = serve_kind(serve, kind)

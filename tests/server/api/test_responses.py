@@ -744,6 +744,7 @@ def test_the_items_that_a_response_was_made_of_are_listed(serve: Serve, tmp_path
     assert input_items(later, second["id"]).json()["error"]["code"] == "completion_not_found"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("query", "code", "message"),
     [

@@ -297,6 +297,7 @@ def test_a_bad_request_is_refused_in_words(
     assert fake.submitted == []
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [

@@ -25,7 +25,7 @@ def of_format(schema: object, **fields: object) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, **fields}}}
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("route", ["complete", "chat"])
 @pytest.mark.parametrize(
     ("body", "grammar"),

@@ -76,7 +76,7 @@ def streamed(response: Any) -> Json:
     return message
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "answer", [ANSWERS, pytest.param(ODD, marks=pytest.mark.slow)], ids=["two calls", "odd arguments"]
 )
@@ -97,7 +97,7 @@ def test_any_answer_can_be_sent_back(make_api: MakeApi, kind: str, answer: dict[
     assert max(seen) > 0
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("answer", [ANSWERS, ODD], ids=["two calls", "odd arguments"])
 @pytest.mark.parametrize("kind", ["hermes", "llama", "thinking"])
 def test_any_response_can_be_continued(serve: Callable[..., LiveServer], kind: str, answer: dict[str, str]) -> None:

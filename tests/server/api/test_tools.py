@@ -347,7 +347,7 @@ def test_the_engine_gets_a_grammar_where_one_is_needed(
         assert ("get_weather" in grammar.text) == (body.get("tool_choice") != NAMED)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fields", [forced(), {"tools": TOOLS, "response_format": {"type": "json_object"}}])
 @pytest.mark.parametrize("kind", ["hermes", "harmony"])
 def test_a_restarted_server_goes_on_with_the_same_grammar_and_ids(

@@ -183,6 +183,7 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_does_not_leave(open_chat: Any, 
     assert server.asked[0]["messages"] == [user("but this")]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("answer", "headers", "expected"),
     [

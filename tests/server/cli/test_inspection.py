@@ -46,6 +46,7 @@ def test_the_weights_are_counted_in_either_type() -> None:
     assert report.by_dtype[2].part_bytes["head"] == head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "published"), [("gpt-oss-20b", 12.8), pytest.param("gpt-oss-120b", 60.8, marks=pytest.mark.slow)]
 )
@@ -196,7 +197,7 @@ def test_a_rank_has_its_share_of_the_layers_and_the_first_one_the_vocabulary() -
     assert "\n  each other rank       " in render(first)
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -289,6 +289,7 @@ def test_a_local_model_that_is_not_there_is_one_sentence_and_status_1(run: Any) 
     assert "/no/such/model" in err
 
 
+@pytest.mark.slow
 def test_score_prints_how_well_the_model_predicts_a_text(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

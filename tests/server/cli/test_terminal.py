@@ -39,6 +39,7 @@ def open_terminal() -> Iterator[Callable[..., Terminal]]:
         terminal.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("command", ASK)
 def test_an_answer_does_not_command_the_terminal(command: str, open_terminal: Any, server: StandIn) -> None:
     server.answer = say(command, TEXT)

@@ -48,6 +48,7 @@ async def ask(api: Api, method: str, path: str, **arguments: Any) -> httpx.Respo
         return await client.request(method, path, **arguments)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", ["whole", "stream", pytest.param("background", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [BODY, ECHO], ids=["prompt_logprobs", "echo"])
 def test_the_event_loop_turns_between_pieces_of_scores(

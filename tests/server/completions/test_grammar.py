@@ -36,6 +36,7 @@ def checking(checker: GrammarChecker) -> Iterator[Api]:
     made.close()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("route", ["complete", "chat"])
 @pytest.mark.parametrize(
     ("body", "param", "reason"),

@@ -128,6 +128,7 @@ def test_a_limit_that_does_not_fit_may_be_capped(
     assert response.headers[HEADER] == str(request.params.max_tokens)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", [{}, {"stream": True}, {"background": True}, {"store": False}])
 def test_the_limit_of_a_response_is_capped_too(make_api: MakeApi, kind: dict[str, Any]) -> None:
     api = make_api(FakeEngineClient(), **CAP)

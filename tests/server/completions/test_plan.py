@@ -94,6 +94,7 @@ LOGPROBS_RULE = (
 BOUNDS = {"max_tokens_held": 300, "max_logprobs_held": 60}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

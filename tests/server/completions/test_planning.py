@@ -114,6 +114,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, error["code"], error["message"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("num_cpus", "share"), [(1, 1), (2, 1), (3, 2), (64, NUM_WORKERS - 1)])
 def test_a_flood_of_one_key_leaves_a_worker_to_the_others(
     gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch, num_cpus: int, share: int
@@ -188,6 +189,7 @@ def test_a_large_request_that_is_kept_waits_for_nothing_before_it_counts(
     assert [answer.result().status_code // 100 for answer in (other, first)] == [2, 2]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("path", "body"), [*KEPT, ("/v1/completions", {})])
 def test_a_large_request_with_a_key_counts_and_takes_its_turn_before_it_is_compared(
     gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]

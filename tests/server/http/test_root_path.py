@@ -26,6 +26,7 @@ def test_a_key_is_needed_under_the_root_path_too(make_api: Callable[..., Api]) -
     assert api.get("/llm/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_document_names_the_root_path(make_api: Callable[..., Api], api: Api) -> None:
     under = make_api(FakeEngineClient(), root_path="/llm").get("/llm/openapi.json").json()
     assert under["servers"] == [{"url": "/llm"}]

@@ -56,6 +56,7 @@ def test_probes_need_no_key(make_api: Callable[..., Api], path: str, protected: 
     assert api.get(path).status_code == 200
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("path", ["/metrics", "/version", "/openapi.json"])
 def test_operations_need_a_key_when_they_are_protected(make_api: Callable[..., Api], path: str) -> None:
     api = make_api(FakeEngineClient(), api_keys=KEYS)

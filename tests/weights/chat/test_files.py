@@ -48,6 +48,7 @@ def test_templates_have_names(
     assert named_templates(write(tmp_path, **files), {"chat_template": field}) == expected
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("field", [LISTED, None])
 def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path, field: object) -> None:
     files = {"chat_template_jinja": "{{ '' }}listed", "additional_chat_templates__tool_use_jinja": "listed tools"}

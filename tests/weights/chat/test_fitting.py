@@ -54,7 +54,7 @@ def say(role: str, content: Any, **fields: Any) -> Message:
     return {"role": role, "content": content, **fields}
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("source", "messages", "expected"),
     [
@@ -85,7 +85,7 @@ def test_contents_come_in_the_form_that_a_template_takes(source: str, messages: 
     assert [template.render(messages, {}) for _ in range(2)] == [expected] * 2
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("source", [CHATML, GUARD, VISION, QWEN_VL, GEMMA, FIRST_PART, JOINED_PARTS, MISTRAL_3])
 @pytest.mark.parametrize("content", [" one ", as_parts(" zero", " one ")])
 def test_a_final_message_of_each_form_is_continued(source: str, content: Any) -> None:

@@ -199,7 +199,7 @@ def render_both(
     return expected, text
 
 
-@pytest.mark.some(32)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -432,7 +432,7 @@ def test_variables_of_the_client_win_over_special_tokens_as_in_transformers(make
     assert text.startswith("<mine><|start_header_id|>")
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

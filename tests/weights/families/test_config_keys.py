@@ -213,7 +213,7 @@ def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) ->
     assert load(tmp_path, config.to_dict()) == saved
 
 
-@pytest.mark.some(31)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
@@ -257,6 +257,7 @@ def test_what_transformers_makes_of_a_gguf_file_is_accepted(model_type: str, tmp
     load_config(tmp_path)
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_key_of_a_published_config_is_doubtful(name: str, tmp_path: Path) -> None:
     load(tmp_path, KNOWN[name][0], "refuse")
@@ -344,7 +345,7 @@ def test_the_first_of_many_doubtful_keys_are_named(tmp_path: Path, caplog: pytes
     assert "sets `a1` to 0, `a2` to 0, `a3` to 0, ..., which" in caplog.text
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
 def test_the_list_of_harmless_keys_is_that_of_the_pinned_transformers(model_type: str) -> None:
     """Else run `python -m tests.weights.families.harmless_keys`."""

@@ -77,6 +77,7 @@ def check_codes(folder: Path, plain: Path, expected: CodeFormat | None) -> dict[
     return coded
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", FOUND)
 def test_codes_are_what_is_unpacked(name: str, tmp_path: Path) -> None:
     check_codes(*written(name, tmp_path / "quantized"), FOUND[name])

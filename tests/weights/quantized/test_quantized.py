@@ -177,7 +177,7 @@ def all_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bo
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_folder_streams_the_floats_that_it_means(
@@ -214,6 +214,7 @@ def test_a_quantized_model_takes_fewer_bytes_of_the_files(written: Callable[...,
     assert sizes[0] < sizes[1] / 2
 
 
+@pytest.mark.some(11)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_inventory_counts_all_bytes_of_the_files_by_their_types(
     name: str, written: Callable[..., tuple[Path, Path]]

@@ -68,6 +68,7 @@ def test_tokenizer_files_agree(storyteller: Path, tokenizer: Tokenizer) -> None:
         assert slow(found.text)["input_ids"] == tokenizer.encode(found.text).ids
 
 
+@pytest.mark.slow
 def test_every_story_fits_and_comes_back(tokenizer: Tokenizer) -> None:
     for found in stories("held_out", 2000):
         ids = tokenizer.encode(found.text).ids

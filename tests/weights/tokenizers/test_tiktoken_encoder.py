@@ -48,6 +48,7 @@ PIECES = ["'s", "'LL", " The", "cat", "  ", "\n", "\r\n", "\t", " 12345", "!?", 
 RANDOM_TEXTS = st.lists(st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*SPLITS, "storyteller"])
 def test_random_texts_have_the_ids_of_tokenizers(name: str, storyteller: Path, tmp_path: Path) -> None:
     folder = storyteller if name == "storyteller" else write(tmp_path, FAMILIES[name]())

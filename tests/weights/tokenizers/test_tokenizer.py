@@ -142,6 +142,7 @@ def test_lone_surrogate_is_refused(tokenizer: Tokenizer, text: str) -> None:
             encode(text)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama2"])
 def test_the_library_is_imported_only_where_it_is_needed(name: str, tmp_path: Path) -> None:
     FAMILIES[name]().save(str(tmp_path / "tokenizer.json"))
@@ -197,6 +198,7 @@ def test_a_tokenizer_of_another_model_is_refused(storyteller: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["gemma", "llama2", "qwen", "bloom", "gpt2"])
 def test_a_model_may_lack_added_tokens(name: str, storyteller: Path, tmp_path: Path) -> None:
     reference = FAMILIES[name]()

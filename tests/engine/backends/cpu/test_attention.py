@@ -60,6 +60,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     native.set_num_threads(1)
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 128])
 def test_agrees_with_dense_attention_for_every_head_size(

@@ -144,6 +144,7 @@ def test_what_products_read_is_in_fp32_if_all_weights_are_integers(
     assert wide == {"x", "taken"} | ({"embedded", "h", "h2", "up", "gated"} if is_wide else set())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shape", [WITH_EXPERTS, pytest.param("GLM 4.5, in groups", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-4), ("bfloat16", 0.05)])

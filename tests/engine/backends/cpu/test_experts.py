@@ -204,7 +204,7 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
         assert torch.equal(bits(part), bits(found[rows]))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @all_kinds
 @pytest.mark.skipif("avx512" not in native.supported_variants(16), reason="this CPU has no AVX-512")
 def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype, int8: bool) -> None:

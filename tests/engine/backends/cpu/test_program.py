@@ -234,7 +234,7 @@ OF_THE_STREAM: dict[str, Add] = {
 }
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("variant", native.supported_variants(32))
 @pytest.mark.parametrize("name", OF_THE_STREAM)
 def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: str, variant: native.Variant) -> None:

@@ -59,7 +59,7 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES], ids=
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_the_tests_of_the_kernels_pass_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """All of them where slow tests run, too; else one case of each. Those of the model's kernels share the process."""
+    """All of them where slow tests run, too; else one case of most. Those of the model's kernels share the process."""
     options = request.config.option
     is_fast = "not slow" in options.markexpr
     at_least = NUM_FAST if is_fast or options.seventh is not None else NUM_TESTS

@@ -379,6 +379,7 @@ def test_a_graph_that_stores_no_keys_is_seen(tiny_gpt2: Path) -> None:
     assert capture_for(engine, forget) is None
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrong", ["the length", "the blocks", "the scale"])
 def test_a_graph_that_attends_to_other_keys_than_a_step_is_seen(

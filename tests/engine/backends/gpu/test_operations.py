@@ -366,7 +366,7 @@ class Kernels(TritonOperations):
         return total.to(dtype) if residual is None else residual + total.to(dtype)
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", [*WITH_EXPERTS, *OTHERS, "GPT-1", "GPT-J"])
 def test_a_model_that_hands_its_operations_on_computes_the_same(name: str, tmp_path: Path) -> None:
     """Where sums wait for the next norm and experts are grouped; the kernels themselves are tested above."""

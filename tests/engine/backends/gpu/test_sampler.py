@@ -62,6 +62,7 @@ def test_tokens_are_those_of_the_definition(vocab_size: int) -> None:
         assert_drawn(row, choice, token)
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_row_has_the_same_token_beside_others_and_behind_padding() -> None:
     logits = 3 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
@@ -73,6 +74,7 @@ def test_a_row_has_the_same_token_beside_others_and_behind_padding() -> None:
     assert tokens(sampler, logits[2:], choices[2:]) == together[2:]
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_ends_of_the_noise_and_equals() -> None:
     last, tied = math.nextafter(1, 0), torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0, 3.0, 0.0, -1.0])

@@ -107,7 +107,7 @@ class Sequences:
                 self.live[index].known.extend(token_ids)
 
 
-@pytest.mark.parametrize("num", [25, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_counts_of_the_device_are_those_of_the_host(num: int) -> None:
     @settings(max_examples=num)
     @given(st.data())

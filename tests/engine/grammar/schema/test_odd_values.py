@@ -127,6 +127,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
     return schema
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("beside", [{}, {"not": {"$ref": "#"}}, {"oneOf": [{"type": "object"}, {"$ref": "#/$defs/a"}]}])
 def test_any_value_at_a_keyword_is_followed_or_refused(key: str, beside: dict[str, Any]) -> None:

@@ -313,6 +313,7 @@ def test_of_many_ends_at_once_each_is_written_as_it_is_but_of_those_that_another
     with_stores(test)
 
 
+@pytest.mark.slow
 def test_a_database_that_is_away_is_told_of_in_time_and_used_again_when_it_is_back(
     with_stores: UseStores, postgres: PostgresServer
 ) -> None:
