@@ -1,4 +1,8 @@
-"""Command R7B, Command A: <|START_ACTION|> and a JSON array of {"tool_call_id": …, "tool_name": …, "parameters": …}."""
+"""Command R7B, Command A: <|START_ACTION|> and a JSON array of {"tool_call_id": …, "tool_name": …, "parameters": …}.
+
+Command R and R+ write `Action:` and a block of such an array without ids. Their template tells them of one more tool,
+directly-answer, which means that no tool is needed: a client does not have it, so such a call stays text.
+"""
 
 from __future__ import annotations
 
@@ -16,3 +20,21 @@ def _head(name: str) -> str:
 
 _LIST = JsonList(BEGIN, END, around=("[", "\n]"), between=",", head=_head, name_key="tool_name")
 COHERE = _LIST.form(BEGIN, '"tool_name"')
+
+
+def _head_in_block(name: str) -> str:
+    return literal(f'    {{\n        "tool_name": "{name}",\n        "parameters": ')
+
+
+_BLOCK = JsonList(
+    "Action:",
+    "```",
+    around=("\n```json\n[\n", "\n]"),
+    between=",\n",
+    head=_head_in_block,
+    name_key="tool_name",
+    tail="\n    }",
+    fence="```json",
+    only_known=True,
+)
+COMMAND_R = _BLOCK.form("followed by a json-formatted list of actions", '"tool_name"')

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
-from gptserve.server.tools.cohere import COHERE
+from gptserve.server.tools.cohere import COHERE, COMMAND_R
 from gptserve.server.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1, DEEPSEEK_V3_2, DEEPSEEK_V4
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.glm import GLM
@@ -31,6 +31,7 @@ OWN_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek-v3.1": DEEPSEEK_V3_1,
     "kimi-k2": KIMI_K2,
     "cohere": COHERE,
+    "command-r": COMMAND_R,
     "minimax-m1": MINIMAX_M1,
     "minimax-m2": MINIMAX_M2,
     "apriel": APRIEL,

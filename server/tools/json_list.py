@@ -29,7 +29,9 @@ def head_of(name: str) -> str:
 class JsonList:
     """The spelling: the marks `begin` and `end`, "" for none; the texts around calls and between them.
 
-    `head` returns the symbols before the arguments of a call by the name of its tool, which stands at `name_key`.
+    `head` returns the symbols before the arguments of a call by the name of its tool, which stands at `name_key`;
+    `tail` is the text after them. Between `begin` and the calls stands `fence`, perhaps after white space. Calls of
+    tools that nobody has are text with `only_known`.
     """
 
     begin: str
@@ -38,6 +40,9 @@ class JsonList:
     between: str = ", "
     head: Callable[[str], str] = head_of
     name_key: str = "name"
+    tail: str = "}"
+    fence: str = ""
+    only_known: bool = False
 
     def form(self, *signs: str) -> ToolFormat:
         """Return the format of models whose chat template has these signs."""
@@ -45,13 +50,20 @@ class JsonList:
         return ToolFormat(signs, self.begin, marks, partial(_read, spelling=self), partial(_rules, spelling=self))
 
 
-def _read(tape: Tape, parts: Parts, _tools: Tools, *, spelling: JsonList) -> Steps[None]:
+def _read(tape: Tape, parts: Parts, tools: Tools, *, spelling: JsonList) -> Steps[None]:
+    def is_known(name: str) -> bool:
+        return name in tools or not spelling.only_known
+
     while (yield from tape.pass_until((spelling.begin,), parts.add_text)):
         tape.keep()
         yield from tape.skip_space()
+        if not (yield from tape.accept(spelling.fence)):
+            parts.add_text(spelling.begin + tape.kept())
+            continue
+        yield from tape.skip_space()
         is_array, num_before = (yield from tape.accept("[")), parts.num_calls
         yield from tape.skip_space()
-        while (yield from read_call(tape, parts, name_key=spelling.name_key)):
+        while (yield from read_call(tape, parts, is_known, name_key=spelling.name_key)):
             yield from tape.pass_run(_BETWEEN, drop)
             tape.keep()
         if parts.num_calls == num_before:
@@ -65,7 +77,7 @@ def _read(tape: Tape, parts: Parts, _tools: Tools, *, spelling: JsonList) -> Ste
 
 
 def _rules(calls: Calls, spell: Spell, *, spelling: JsonList) -> str:
-    call = calls.either(lambda name, arguments: f"{spelling.head(name)} {arguments} {literal('}')}")
+    call = calls.either(lambda name, arguments: f"{spelling.head(name)} {arguments} {literal(spelling.tail)}")
     before, after, between = (
         literal(text) if text else "" for text in (spelling.around[0], spelling.around[1], spelling.between)
     )

@@ -206,6 +206,7 @@ CALL = {
     "kimi-k2": kimi("functions.get_time:0", "{}"),
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]'
     "<|END_ACTION|>",
+    "command-r": 'Action:\n```json\n[\n    {\n        "tool_name": "get_time",\n        "parameters": {}\n    }\n]```',
     "minimax-m1": '<tool_calls>\n{"name": "get_time", "arguments": {}}\n</tool_calls>',
     "apriel": '<tool_calls>[{"name": "get_time", "arguments": {}}]</tool_calls>',
     "nemotron-2": '<TOOLCALL>[{"name": "get_time", "arguments": {}}]</TOOLCALL>',

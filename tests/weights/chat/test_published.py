@@ -25,7 +25,10 @@ Message = dict[str, Any]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"type": "string", "description": "A <city>"}, "days": {"type": "integer"}},
+    "properties": {
+        "city": {"type": "string", "description": "A <city>"},
+        "days": {"type": "integer", "description": "How many"},
+    },
     "required": ["city"],
 }
 TOOLS = [
