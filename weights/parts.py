@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gptserve.weights.errors import InvalidCheckpointError, shown
@@ -62,6 +62,20 @@ def find_parts(
     if what := faults.describe(family, files):
         raise InvalidCheckpointError(f"the tensors in {folder} do not fit its config.json: {what}")
     return parts
+
+
+def turned_as_stored(sources: Mapping[str, Source], files: Mapping[str, StoredTensor]) -> dict[str, Source]:
+    """Return the sources; tensors of all experts are not transposed that lie in the files as [experts, out, in].
+
+    Qwen3-VL is published as [experts, in, out], but transformers saves what it computes with.
+    """
+    found = dict(sources)
+    for name, source in sources.items():
+        if source.entry is not None and source.transpose:
+            turned = tuple((part, (*shape[:-2], shape[-1], shape[-2])) for part, shape in source.parts)
+            if turned != source.parts and all(part in files and files[part].shape == its for part, its in turned):
+                found[name] = replace(source, parts=turned, transpose=False)
+    return found
 
 
 def stored_as(

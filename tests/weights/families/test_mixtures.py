@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
@@ -83,3 +83,21 @@ def test_a_mixture_that_is_none_of_transformers_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **fields}))
     with pytest.raises(error, match=message):
         load_config(tmp_path)
+
+
+def test_experts_of_one_tensor_are_read_as_published_and_as_transformers_saves_them(tmp_path: Path) -> None:
+    """Published as [experts, in, out], saved as [experts, out, in]: transformers turns them only while it loads."""
+    write_model(tmp_path, *SHAPES["Qwen3-VL with experts"])
+    config = load_config(tmp_path)
+    published = dict(Checkpoint(tmp_path, config).stream(dtype=torch.float32, device="cpu"))
+    path = tmp_path / "model.safetensors"
+    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in load_file(path).items()}
+    assert any(tensor.shape != load_file(path)[name].shape for name, tensor in turned.items())
+    save_file(turned, path, {"format": "pt"})
+    saved = dict(Checkpoint(tmp_path, config).stream(dtype=torch.float32, device="cpu"))
+    assert saved.keys() == published.keys()
+    for name, tensor in published.items():
+        of_saved = saved[name]
+        assert isinstance(tensor, torch.Tensor)
+        assert isinstance(of_saved, torch.Tensor)
+        assert torch.equal(of_saved, tensor), name
