@@ -75,6 +75,7 @@ class Metrics:
         self._engine = engine
         self._model_name = model_name
         self._methods = {"HEAD"}  # those with a label of their own, which routes add to
+        self._expected: set[tuple[str, str, str]] = set()  # hundreds, which get their counters when Prometheus asks
         self._background: Callable[[], Mapping[str, int]] = dict
         self._connections: OpenConnections | None = None
         self._journal_bytes: Callable[[], int] = int
@@ -124,8 +125,7 @@ class Metrics:
     def expect_answers(self, method: str, route: str, statuses: Iterable[int | str]) -> None:
         """Show answers that may come as 0 until the first comes."""
         self._methods.add(method)
-        for status in statuses:
-            self._http.labels(self._model_name, method, route, str(status))
+        self._expected.update((method, route, str(status)) for status in statuses)
 
     def watch_background(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Show the number of background completions by status; `counts` returns it."""
@@ -168,6 +168,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers that the engine, its client, the connections and the store count."""
+        for answer in self._expected:
+            self._http.labels(self._model_name, *answer)
         engine, stats, connections = self._engine, self._engine.stats, self._connections
         usage = stats.num_used_blocks / engine.info.num_blocks if engine.is_alive else 0.0
         num_files, files_bytes = self._files()

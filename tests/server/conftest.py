@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
-import inspect
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
-import fastapi.dependencies.utils
+import fastapi.dependencies.models
 import fastapi.routing
 import httpx
+import prometheus_client.validation
 import pytest
 import uvloop
 
+import gptserve.version
 from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.http.connections import Connections
@@ -30,22 +32,33 @@ from gptserve.weights.chat.template import ChatTemplate
 from tests.server.app_options import make_app
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
-# Hundreds of applications have the same routes, and a model of an answer takes as long as the rest of a route.
-fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)  # type: ignore[attr-defined]
-# So does a signature, which is that of the code.
-_signature = fastapi.dependencies.utils._get_signature
-_signatures: dict[CodeType, inspect.Signature] = {}
+# Hundreds of applications have the same routes, whose parts FastAPI takes longer to make than most tests do to run.
+_make_route = fastapi.routing.APIRoute.__init__
+_made: dict[tuple[str, CodeType], tuple[dict[str, Any], fastapi.routing.APIRoute]] = {}
 
 
-def _signature_of_code(call: Callable[..., Any]) -> inspect.Signature:
-    if not isinstance(call, FunctionType):
-        return _signature(call)
-    if call.__code__ not in _signatures:
-        _signatures[call.__code__] = _signature(call)
-    return _signatures[call.__code__]
+def _copy_route(route: fastapi.routing.APIRoute, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+    """Make a route, of the parts of one that has the same options and whose endpoint has the same code."""
+    code = (endpoint.func if isinstance(endpoint, functools.partial) else endpoint).__code__
+    known = _made.get((path, code))
+    if known is None or known[0] != options:
+        _make_route(route, path, endpoint, **options)
+        _made[path, code] = options, route
+        return
+    vars(route).update(vars(known[1]), endpoint=endpoint)
+    route.dependant = dataclasses.replace(route.dependant, call=endpoint)
+    route.app = fastapi.routing.request_response(route.get_route_handler())
 
 
-fastapi.dependencies.utils._get_signature = _signature_of_code
+fastapi.routing.APIRoute.__init__ = _copy_route  # type: ignore[method-assign, assignment]
+
+# A cache of what endpoints are would keep the last 80 applications, which each collection of garbage looks at again.
+fastapi.dependencies.models._is_coroutine_callable_cached = (  # type: ignore[assignment]
+    fastapi.dependencies.models._is_coroutine_callable_cached.__wrapped__
+)
+# The names of labels are the same each time, too, and so is the version, which stands in a file.
+prometheus_client.validation._validate_labelname = functools.cache(prometheus_client.validation._validate_labelname)
+gptserve.version.version = functools.cache(gptserve.version.version)
 
 MODEL = "test-model"
 TEMPLATE = (
