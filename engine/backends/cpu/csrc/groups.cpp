@@ -146,7 +146,7 @@ END_INSTRUCTIONS
 static generic::Compute compute_of([[maybe_unused]] int variant, int64_t format) {
 #if defined(__x86_64__)
     if (variant >= INT8_VNNI)
-        return __builtin_cpu_is("intel") ? avx512::compute_of<6, true>(format) : avx512::compute_of<6, false>(format);
+        return __builtin_cpu_is("intel") ? avx512::compute_of<8, true>(format) : avx512::compute_of<8, false>(format);
     if (variant == INT8_AVX_VNNI) return avx2::vnni::compute_of<4, false>(format);
     if (variant == INT8_AVX2) return avx2::compute_of<4, false>(format);
 #endif

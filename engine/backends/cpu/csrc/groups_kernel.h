@@ -40,7 +40,7 @@ static void quantize_row_groups(const void* x, int64_t size, RowGroup* group) {
 
 // Return codes [4 * PART, 4 * PART + 4) of a group of each output.
 template <int FORMAT, int PART>
-static inline Words codes_at(const uint8_t* upper, const uint8_t* lower) {
+INLINE Words codes_at(const uint8_t* upper, const uint8_t* lower) {
     constexpr CodeFormat F = CODE_FORMATS[FORMAT];
     if (F.bits == 8) return words_at(lower + PART * WORDS);
     Words codes = words_at(lower + PART / 2 * WORDS);
@@ -56,8 +56,7 @@ static inline Words codes_at(const uint8_t* upper, const uint8_t* lower) {
 
 // Add the products of parts [PART, END) of a group, each of 4 codes, to the sums.
 template <int FORMAT, int R, int N, int PART, int END>
-static inline void add_parts(const uint8_t* x, int64_t row_bytes, const uint8_t* upper, const uint8_t* lower,
-                             Words (&sum)[R][N]) {
+INLINE void add_parts(const uint8_t* x, int64_t row_bytes, const uint8_t* upper, const uint8_t* lower, Words (&sum)[R][N]) {
     constexpr CodeFormat F = CODE_FORMATS[FORMAT];
     Words weights[N];
     UNROLL for (int n = 0; n < N; n++)
@@ -148,7 +147,8 @@ static void sum_grouped_outputs(const uint8_t* x, int64_t row_bytes, const uint8
 
 template <int FORMAT, bool HAS_PREFETCHES, int R, int V = 0>
 static void sum_groups(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
-    constexpr int VECTORS_OF_PANEL = WORDS / sizeof(Words), N = min_of(VECTORS_OF_PANEL, R <= 2 ? 4 : 2);
+    // Few vectors at once, so that the sums of all rows stay in registers.
+    constexpr int VECTORS_OF_PANEL = WORDS / sizeof(Words), N = R <= 2 ? min_of(VECTORS_OF_PANEL, 4) : VECTORS_OF_PANEL / 2;
     constexpr bool PREFETCHES = V == 0 && (HAS_PREFETCHES || N < VECTORS_OF_PANEL);
     sum_grouped_outputs<FORMAT, PREFETCHES, R, V, N>(x, row_bytes, panel, end, sums);
     if constexpr (V + N < VECTORS_OF_PANEL)

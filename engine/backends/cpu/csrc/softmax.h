@@ -6,8 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// Code for several instruction sets is compiled into a function of each.
-#define INLINE static inline __attribute__((always_inline))
+#include "vectors.h"
 
 constexpr int64_t LANES = 16;
 constexpr int64_t BLOCK = 256;  // entries that share a sum

@@ -48,6 +48,10 @@ static inline bool has_avx512() {
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// Code that is compiled into what calls it: into a function of each set of instructions, or so that sums which it adds to
+// stay in registers.
+#define INLINE static inline __attribute__((always_inline))
+
 // Have the compiler keep a vector in a register here.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vector) __asm__("" : "+x"(vector))
