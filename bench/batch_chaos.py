@@ -131,6 +131,12 @@ class Batches:
                 return done
             await asyncio.sleep(0.05)
 
+    def done_and_left(self) -> tuple[int, int]:
+        """Return how many lines of batches that have not ended are done, and how many are left."""
+        counts = [batch["request_counts"] for batch in self.now if batch["status"] != "completed"]
+        done = sum(count["completed"] + count["failed"] for count in counts)
+        return done, sum(count["total"] for count in counts) - done
+
     async def results(self) -> Results:
         """Return all results, without what differs from one batch to another or says when they were computed."""
         found: Results = {}
@@ -173,8 +179,9 @@ class Disturbance:
             else:
                 with self._no_room():
                     await self._warning()
-        done = await self._batches.wait((num_parts - 1) * num_lines // num_parts)
-        room_bytes = 2 * self._disk.result_bytes() * (num_lines - done) // done  # too little for the output
+        await self._batches.wait((num_parts - 1) * num_lines // num_parts)
+        done, left = self._batches.done_and_left()
+        room_bytes = 2 * self._disk.result_bytes() * left // done  # too little for the output
         with self._no_room(room_bytes):
             await self._warning()
             await self._batches.wait(0)

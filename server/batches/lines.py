@@ -19,12 +19,16 @@ _SKIPPED_BYTES = 2**20  # of a line that is too long, at once
 _MAX_CUSTOM_ID = 512  # characters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RawLine:
-    """The n-th line of a file, counted from 1; `data` is None for one that is longer than the limit."""
+    """The n-th line of a file, counted from 1; `data` is None for one that is longer than the limit, or was let go."""
 
     n: int
     data: bytes | None
+
+    def let_go(self) -> None:
+        """Hold the bytes no more, which may be many, once the request in them is read."""
+        self.data = None
 
     @property
     def is_blank(self) -> bool:

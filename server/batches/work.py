@@ -158,19 +158,15 @@ def failed_line(batch: Batch, raw: RawLine, code: str, message: str, max_bytes: 
 
 
 async def _compute(service: Service, batch: Batch, raw: RawLine, line: BatchLine, wait: Wait) -> dict[str, object]:
-    """Return the answer to a line."""
+    """Return the answer to a line. While that is computed, the line is not held."""
     endpoint, started_at = endpoints_of(service)[line.url], time.perf_counter()
-    for name in endpoint.refused:
-        if line.body.get(name) not in (None, False):
-            raise InvalidRequestError(f"{name} may not be given in a batch", param=name)
-    fields, _ = endpoint.take(line.body, endpoint.schema, strict=service.options.settings.strict_fields)
-    body = endpoint.schema.model_validate(fields)
-    if hasattr(body, "seed") and body.seed in (None, DRAW):
-        body = body.model_copy(update={"seed": line_seed(batch.batch_id, raw.n)})
+    num_bytes, body = len(raw.data or b""), _body_of(service, batch, raw.n, line)
+    raw.let_go()
+    line.body.clear()
     while True:
         try:
             place = Place(batch.owner, is_filler=True)
-            with planned(service, place, len(raw.data or b"")) as planning:
+            with planned(service, place, num_bytes) as planning:
                 plan = await endpoint.plan(body, planning, batch.owner)
                 if isinstance(plan, PooledPlan):
                     return await _embed(_vectors_of_line(plan, batch, raw.n), planning, started_at, wait)
@@ -179,7 +175,21 @@ async def _compute(service: Service, batch: Batch, raw: RawLine, line: BatchLine
             break
         except (QueueFullError, ServiceError) as error:
             await wait(_wait_s(error))
+    del body
     return await _complete(plan, service, stream, started_at)
+
+
+def _body_of(service: Service, batch: Batch, n: int, line: BatchLine) -> BaseModel:
+    """Return the body of the n-th line with its seed, checked. Raises what is wrong with it."""
+    endpoint = endpoints_of(service)[line.url]
+    for name in endpoint.refused:
+        if line.body.get(name) not in (None, False):
+            raise InvalidRequestError(f"{name} may not be given in a batch", param=name)
+    fields, _ = endpoint.take(line.body, endpoint.schema, strict=service.options.settings.strict_fields)
+    body = endpoint.schema.model_validate(fields)
+    if hasattr(body, "seed") and body.seed in (None, DRAW):
+        body = body.model_copy(update={"seed": line_seed(batch.batch_id, n)})
+    return body
 
 
 def _wait_s(error: QueueFullError | ServiceError) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from openai.types import Batch
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.batches import batches as batches_module
 from gptserve.server.batches import runner
-from gptserve.server.batches.lines import line_seed
+from gptserve.server.batches.lines import BatchLine, RawLine, line_seed
 from tests.server.api.test_embeddings import EMBEDS, RAW, VECTOR
 from tests.server.api.test_openai_client import sync_client
 from tests.server.conftest import LiveServer
@@ -333,6 +334,22 @@ def test_a_line_without_tokens_left_waits(serve: Serve, tmp_path: Path) -> None:
     batch = end_of(client, begin(client, *(line(str(i), prompt="x" * 100, max_tokens=1) for i in range(7))))
     assert (batch.status, counts(batch)) == ("completed", (7, 7, 0))
     client.close()
+
+
+def test_lines_are_not_held_while_their_answers_are_computed(serve: Serve) -> None:
+    def lines() -> list[RawLine | BatchLine]:
+        return [one for one in gc.get_objects() if isinstance(one, RawLine | BatchLine)]
+
+    engine, earlier = FakeEngineClient(auto=False), lines()
+    with sync_client(serve(engine)) as client:
+        batch = begin(client, *(line(name) for name in "abc"))
+        engine.wait_for(lambda: len(engine.submitted) == 3)
+        new = [one for one in lines() if not any(one is other for other in earlier)]
+        assert len(new) >= 3
+        assert [one for one in new if (one.data if isinstance(one, RawLine) else one.body)] == []
+        for _ in "abc":
+            engine.from_outside(engine.step)
+        assert counts(end_of(client, batch)) == (3, 3, 0)
 
 
 def test_a_line_that_fails_in_the_engine_fails_alone(serve: Serve) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.mortal_engine import POISON
+from tests.server.serving import MORTAL
+
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 
 
@@ -87,3 +90,18 @@ def test_lines_whose_choices_fill_the_queue_wait_for_one_another(run: Any, tmp_p
     assert run("batch", *flags, "-o", str(wide))[:2] == (0, said)
     assert run("batch", *flags, "-o", str(narrow), "--max-num-seqs", "2", "--max-num-queued-reqs", "0")[:2] == (0, said)
     assert results(narrow) == results(wide)
+
+
+@pytest.mark.slow
+def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = ({"custom_id": f"line {i}", "method": "POST", "url": "/v1/completions"} for i in range(8))
+    prompts = (list(POISON) if i == 3 else "Once" for i in range(8))
+    bodies = ({"prompt": prompt, "max_tokens": 50, "ignore_eos": True} for prompt in prompts)
+    pairs = zip(lines, bodies, strict=True)
+    source.write_text("".join(f"{json.dumps({**line, 'body': body})}\n" for line, body in pairs))
+    flags = ("batch", "-i", str(source), "-o", str(target), "storyteller")
+    said = subprocess.run([sys.executable, "-c", MORTAL, *flags], capture_output=True, text=True, check=False).stdout
+    assert said == "8 lines have their results, 1 of them failed\n"
+    error = results(target).pop("line 3")["response"]
+    assert (error["status_code"], error["body"]["error"]["code"]) == (500, "generation_failed")
