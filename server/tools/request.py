@@ -11,7 +11,7 @@ from gptserve.server.core.errors import show
 from gptserve.server.schemas.completions import ChatRequest
 from gptserve.server.schemas.tools import AllowedChoice, Function, NamedTool
 
-MAX_TOOLS = 128  # OpenAI's limit
+MAX_TOOLS = 1024  # OpenAI takes 128, but programs offer the tools of all their MCP servers to any model
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -46,10 +46,12 @@ def asked_tools(body: ChatRequest) -> AskedTools | None:
     names = [function.name for function in functions]
     if len(functions) > MAX_TOOLS:
         raise _error("tools", f"tools may have at most {MAX_TOOLS} entries, got {len(functions)}")
+    seen = set[str]()
     for i, function in enumerate(functions):
         where = f"tools[{i}].function"
-        if function.name in names[:i]:
+        if function.name in seen:
             raise _error("tools", f"{where}.name must differ from the others, got {show(function.name)} twice")
+        seen.add(function.name)
         kind = (function.parameters or {}).get("type", "object")
         if kind != "object":
             raise _error("tools", f'{where}.parameters.type must be "object", got {show(kind)}')

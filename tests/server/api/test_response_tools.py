@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tools[0].name: string should match pattern '^[a-zA-Z0-9_.-]{1,128}$', got 'a b'"),
     ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "invalid_value", "tools",
      "tools[0].parameters.type must be \"object\", got 'array'"),
-    ({"tools": [WEATHER] * 129}, "invalid_value", "tools", "tools may have at most 128 entries, got 129"),
+    ({"tools": [WEATHER] * 1025}, "invalid_value", "tools", "tools may have at most 1024 entries, got 1025"),
     ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools",
      "tools[1].name must differ from the others, got 'get_weather' twice"),
     ({"tools": TOOLS, "tool_choice": "any"}, "invalid_value", "tool_choice", f"tool_choice: {CHOICES}, got 'any'"),

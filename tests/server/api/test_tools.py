@@ -437,7 +437,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tools[0].function.parameters: input should be an object, got []"),
     (of_function(parameters={"type": "array"}), "invalid_value", "tools",
      "tools[0].function.parameters.type must be \"object\", got 'array'"),
-    ({"tools": [TOOL] * 129}, "invalid_value", "tools", "tools may have at most 128 entries, got 129"),
+    ({"tools": [TOOL] * 1025}, "invalid_value", "tools", "tools may have at most 1024 entries, got 1025"),
     ({"tools": [TOOL, TOOL]}, "invalid_value", "tools",
      "tools[1].function.name must differ from the others, got 'get_weather' twice"),
     ({"tools": TOOLS, "tool_choice": "any"}, "invalid_value", "tool_choice", f"tool_choice: {CHOICES}, got 'any'"),
