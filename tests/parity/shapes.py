@@ -407,6 +407,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 3.0,
         },
     ),
+    "Granite 4": (
+        "granitemoehybrid",
+        {
+            **_LLAMA,
+            "layer_types": ["attention"] * _LLAMA["num_hidden_layers"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "time_step_limit": None,
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+        },
+    ),
     "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),
 }
 

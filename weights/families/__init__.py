@@ -32,7 +32,7 @@ from gptserve.weights.families.gpt_neo import GPT_NEO
 from gptserve.weights.families.gpt_neox import GPT_NEOX
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.gptj import GPTJ
-from gptserve.weights.families.granite import GRANITE, GRANITE_MOE
+from gptserve.weights.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from gptserve.weights.families.helium import HELIUM
 from gptserve.weights.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from gptserve.weights.families.llama import LLAMA
@@ -89,6 +89,7 @@ FAMILIES: dict[str, Family] = {
             COHERE,
             COHERE2,
             GRANITE,
+            GRANITE_HYBRID,
             NEMOTRON,
             APERTUS,
             ARCEE,

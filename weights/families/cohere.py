@@ -22,7 +22,6 @@ AS_PUBLISHED: dict[str, object] = {
     "use_embedding_sharing": True,
     "use_gated_activation": True,
     "use_parallel_block": True,
-    "use_parallel_embedding": True,
     "use_qk_norm": False,
 }
 """Fields of Cohere's own code, which transformers does not read."""
@@ -36,6 +35,7 @@ def _read_cohere(raw: RawConfig) -> ModelConfig:
 
 def _read_cohere2(raw: RawConfig) -> ModelConfig:
     raw.default(sliding_window=4096)
+    raw.skip("use_parallel_embedding")  # how training splits it
     for name, value in AS_PUBLISHED.items():
         raw.forbid(name, value, "no published model has another")
     pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))

@@ -134,6 +134,9 @@ SAID_AGAIN: Mapping[str, Callable[[ModelConfig], object]] = {
     "activation": lambda config: "swiglu" if config.gated_ffn and config.activation == "silu" else None,
     "mlp_type": lambda config: None if config.gated_ffn else "default",
     "norm_type": lambda config: "layer_norm" if config.norm == "layernorm" else None,
+    "qkv_bias": lambda config: config.qkv_bias,
+    "use_qk_norm": lambda config: config.qk_norm is not None,
+    "use_rmsnorm": lambda config: config.norm == "rmsnorm",
     "experts_per_token": _of_layers(lambda layer: layer.experts and layer.experts.num_active),
 }
 """Sizes and choices that a file says again by a name of another family or of its own code: they must be equal."""

@@ -24,7 +24,8 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     raw.default(rms_norm_eps=1e-5)
     for name, value in (("use_qk_norm", True), ("use_cla", False), ("use_mla", False), ("norm_type", "rms")):
         raw.forbid(name, value, _OTHERS)
-    raw.skip("cla_share_factor", "org_vocab_size")
+    raw.skip("cla_share_factor", "org_vocab_size", "dense_list", "enable_lm_head_fp32", "pool_type", "pad_id")
+    raw.skip(*(f"{name}_id" for name in ("im_start", "im_end", "im_newline", "text_start", "text_end", "mask_init")))
     return replace(read_llama_config(raw), qk_norm="head", qk_norm_after_rotation=True)
 
 

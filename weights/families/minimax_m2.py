@@ -28,7 +28,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         raw.forbid(name, value, _NO_OTHER)
     config = read_llama_config(raw)
     raw.forbid("attn_type_list", [1] * config.num_layers, _NO_OTHER)
-    raw.skip("mlp_intermediate_size", "num_mtp_modules", "mtp_transformer_layers", "use_mtp")
+    raw.skip("mlp_intermediate_size", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "shared_moe_mode")
     num = read_num_experts(raw, ("num_local_experts", "num_experts"), config.num_layers, 256)
     router = Router("sigmoid", has_correction=True)
     experts = Experts(num, raw.size("num_experts_per_tok", default=8, limit=num), router)

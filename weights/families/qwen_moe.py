@@ -20,6 +20,7 @@ _EXPERT = "layers.{}.mlp.experts.{}."
 
 def _read_qwen3(raw: RawConfig) -> ModelConfig:
     raw.default(num_key_value_heads=4)
+    raw.forbid("shared_expert_intermediate_size", 0, "its layers have no shared experts")
     config = read_qwen3_config(raw)
     num = raw.size("num_local_experts", default=raw.size("num_experts", default=128))
     if num * config.num_layers > MAX_EXPERTS:

@@ -5,26 +5,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ENCODERS = (
-    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "longformer"),
-    *("modernbert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"),
+    *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert"),
+    *("electra", "ernie", "esm", "eurobert", "flaubert", "fnet", "funnel", "gte", "ibert", "jina_embeddings_v3"),
+    *("layoutlm", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert"),
+    *("nystromformer", "perceiver", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("squeezebert", "tapas", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
 )
-ENCODER_DECODERS = ("bart", "led", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper")
+ENCODER_DECODERS = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
+    *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
+    *("seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma", "umt5", "whisper"),
+)
 WITH_IMAGES = (
-    *("blip-2", "idefics", "idefics2", "idefics3", "internvl", "llama4", "llava", "llava_next"),
-    *("mllama", "paligemma", "pixtral", "smolvlm"),
+    *("aria", "audioflamingo3", "aya_vision", "blip", "blip-2", "chameleon", "cohere2_vision", "deepseek_vl"),
+    *("deepseek_vl_hybrid", "deepseek_vl_v2", "emu3", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm"),
+    *("florence2", "fuyu", "git", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision"),
+    *("granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics"),
+    *("idefics2", "idefics3", "instructblip", "instructblipvideo", "internvl", "internvl_chat", "janus", "kimi_k25"),
+    *("kimi_vl", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next"),
+    *("llava_next_video", "llava_onevision", "minicpmv", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama"),
+    *("molmo2", "musicflamingo", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "perception_lm"),
+    *("phi4_multimodal", "phi4mm", "pix2struct", "pixtral", "qwen2_5_omni", "qwen2_audio", "qwen3_asr"),
+    *("qwen3_omni_moe", "shieldgemma2", "smolvlm", "step3p7", "t5gemma2", "udop", "video_llama_3", "video_llava"),
+    *("vipllava", "vision-encoder-decoder", "voxtral", "voxtral_realtime"),
+    *("cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "diffusion_gemma", "dots3_note", "evolla"),
+    *("fun_asr_nano", "glmasr", "glmga", "inkling2", "inkling_mm_model", "kyutai_speech_to_text", "minicpm_ocr"),
+    *("moss_transcribe_diarize", "muse_glimmer", "muse_spark", "nemo_speechlm", "pi0", "pp_chart2table"),
+    *("pp_formulanet", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "unlimited_ocr"),
+    "vibevoice_asr",
 )
 WITH_LATENTS = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"),
-    *("minicpm3", "youtu"),
+    *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm5_next", "glm_moe_dsa"),
+    *("hy_v4", "kimi_k2", "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "youtu"),
 )
 WITH_STATES = (
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
-    *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma"),
-    *("rwkv", "xlstm", "zamba", "zamba2"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "inkling_text", "inkling2_text", "jamba", "kimi_linear"),
+    *("lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
-WITH_SHARED_LAYERS = ("gemma3n", "gemma4", "gemma4_text")
+WITH_SHARED_LAYERS = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 OF_2023 = ("RefinedWeb", "RefinedWebModel")
 
+KEEPS_STATES = (
+    "has layers that keep a state in place of keys and values, as Mamba, convolutions and linear attention do: they "
+    "are not computed"
+)
 WHY_REFUSED: Mapping[tuple[str, ...], str] = {
     ENCODERS: (
         "is an encoder: it reads text in both directions and cannot continue it; to embed or classify with it, use "
@@ -34,14 +60,16 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
         "is an encoder-decoder: it rewrites one text as another and cannot continue it; use transformers for it"
     ),
     WITH_IMAGES: (
-        "reads images beside text, and only text is read here; use a text model of its lineage, or a server for images"
+        "reads images or sound beside text, and only text is read here; use a text model of its lineage, or a server "
+        "for images"
     ),
     WITH_LATENTS: "has latent attention (MLA), whose keys and values are one vector for all heads: it is not computed",
-    WITH_STATES: (
-        "has layers that keep a state in place of keys and values, as Mamba, convolutions and linear attention do: "
-        "they are not computed"
-    ),
+    WITH_STATES: KEEPS_STATES,
     WITH_SHARED_LAYERS: "has layers that share keys and values or have embeddings of their own: they are not computed",
+    ("llama4", "llama4_text"): (
+        "attends within chunks of 8,192 positions, and its routers weigh what experts read: that is not computed"
+    ),
+    ("deepseek_v4",): "attends to compressed keys and values: they are not computed",
     ("phimoe",): "chooses each expert by a softmax of its own (SparseMixer): it is not computed",
     ("bitnet",): "has ternary weights, and norms inside attention and feed-forward: they are not computed",
     OF_2023: "is Falcon in the format of its own code: use its present files, whose model_type is falcon",

@@ -156,6 +156,12 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         QWEN,
         {"use_sliding_window": True, "sliding_window": 32_768, "max_window_layers": QWEN["num_hidden_layers"]},
     ),
+    "Qwen3-Coder 30B": (
+        KNOWN["Qwen3-30B-A3B"][0],
+        {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0},
+    ),
+    "ERNIE 4.5 21B": (KNOWN["ERNIE-4.5-21B-A3B-PT"][0], {"use_rmsnorm": True, "moe_capacity": [64, 64, 64]}),
+    "Command A": (KNOWN["c4ai-command-r7b-12-2024"][0], {"use_parallel_embedding": False}),
     "gpt-oss": (
         KNOWN["gpt-oss-20b"][0],
         {
@@ -172,11 +178,12 @@ def load(folder: Path, raw: dict[str, Any], doubtful_keys: DoubtfulKeys = "accep
 
 
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
-NEEDED: dict[str, dict[str, int]] = {
+NEEDED: dict[str, dict[str, Any]] = {
     "arcee": _IDS,
     "starcoder2": _IDS,
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
 }
 """What no model can be without, where transformers' class has no value, or one outside of its vocabulary."""
 

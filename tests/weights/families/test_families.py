@@ -44,13 +44,21 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ("bert", "bert is an encoder: .* cannot continue it; to embed or classify with it, use sentence-transformers"),
         ("roberta", "roberta is an encoder: it reads text in both directions and cannot continue it"),
         ("t5", "t5 is an encoder-decoder: .* cannot continue it; use transformers for it"),
-        ("llava", "llava reads images beside text, and only text is read here; use a text model of its lineage"),
-        ("paligemma", "paligemma reads images beside text"),
+        (
+            "llava",
+            "llava reads images or sound beside text, and only text is read here; use a text model of its lineage",
+        ),
+        ("paligemma", "paligemma reads images or sound beside text"),
         (
             "deepseek_v3",
             r"deepseek_v3 has latent attention \(MLA\), whose keys and values are one vector for all heads",
         ),
         ("qwen3_next", "qwen3_next has layers that keep a state in place of keys and values, as Mamba, convolutions"),
+        (
+            "llama4_text",
+            "llama4_text attends within chunks of 8,192 positions, and its routers weigh what experts read",
+        ),
+        ("deepseek_v4", "deepseek_v4 attends to compressed keys and values"),
         ("gemma4", "gemma4 has layers that share keys and values or have embeddings of their own"),
         ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
         ("bitnet", "bitnet has ternary weights, and norms inside attention and feed-forward"),
@@ -75,6 +83,14 @@ def test_no_model_is_both_served_and_refused() -> None:
     refused = [model_type for model_types in WHY_REFUSED for model_type in model_types]
     assert len(set(refused)) == len(refused)
     assert not FAMILIES.keys() & set(refused)
+
+
+def test_all_that_transformers_lists_as_seeing_or_as_encoding_is_served_or_refused_with_a_reason() -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    listed = {*auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    refused = {model_type for model_types in WHY_REFUSED for model_type in model_types}
+    assert listed - refused - set(FAMILIES) == set()
 
 
 def test_a_model_with_code_of_its_own_is_refused_and_one_that_is_known_is_served(tmp_path: Path) -> None:
