@@ -66,7 +66,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # as close_templates is
 def caller() -> Iterator[str]:
     """The URL of a server whose model calls get_weather, says what that returned, and writes JSON if it has to."""
 
@@ -78,7 +78,9 @@ def caller() -> Iterator[str]:
             text = '{"city": "Oslo"}'
         return iter(say(text, then_eos=True)(request))
 
-    with LiveServer(FakeEngineClient(reply, info=LONG), template=TOOLS).running() as server:
+    with LiveServer(
+        FakeEngineClient(reply, info=LONG), template=TOOLS, name_patterns=("claude-*",)
+    ).running() as server:
         yield f"{server.url}/v1"
 
 

@@ -141,3 +141,40 @@ def test_tools_are_called(client: Environment, tools: str) -> None:
     assert (whole[0], set(json.loads(whole[1]))) == ("get_weather", {"city"})
     assert reasons == ["tool_calls"] * 2
     assert back
+
+
+def ask_by_messages(url: str, model: str) -> dict[str, Any]:
+    import litellm
+
+    where = {"model": f"anthropic/{model}", "api_base": url, "api_key": "none", "num_retries": 0}
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    cached = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    asked: list[Any] = [{"role": "system", "content": [cached]}, {"role": "user", "content": "Is it raining?"}]
+    called = litellm.completion(messages=asked, tools=tools, **where).choices[0].message
+    [call] = called.tool_calls
+    asked += [called.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "Rain"}]
+    chunks = litellm.completion(messages=asked, tools=tools, stream=True, **where)
+    wanted = {"type": "json_schema", "json_schema": {"name": "Place", "schema": parameters}}
+    typed = litellm.completion(messages=asked[:2], response_format=wanted, **where)
+    try:
+        litellm.completion(messages=[{"role": "user", "content": "x" * 10_000}], **where)
+    except litellm.ContextWindowExceededError as error:
+        told = type(error).__name__
+    return {
+        "arguments": json.loads(call.function.arguments),
+        "answer": litellm.completion(messages=asked, tools=tools, **where).choices[0].message.content,
+        "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+        "typed": json.loads(typed.choices[0].message.content),
+        "told": told,
+    }
+
+
+def test_messages(client: Environment, caller: str) -> None:
+    assert client.call(ask_by_messages, caller.removesuffix("/v1"), "claude-sonnet-4-5") == {
+        "arguments": {"city": "Oslo"},
+        "answer": "It rains.",
+        "streamed": "It rains.",
+        "typed": {"city": "Oslo"},
+        "told": "ContextWindowExceededError",
+    }

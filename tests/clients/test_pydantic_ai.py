@@ -1,4 +1,4 @@
-"""pydantic-ai with text: whole, streamed, and a conversation that goes on."""
+"""pydantic-ai: texts, a conversation that goes on, outputs of a type; by messages a tool, whole and streamed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from tests.clients.environments import Environment
 from tests.clients.servers import text_of
+from tests.server.conftest import MODEL
 
 CLIENT = "pydantic-ai"
 pytestmark = pytest.mark.clients
@@ -66,3 +67,29 @@ def typed(url: str, way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["tool", "native"])
 def test_an_output_has_its_type(client: Environment, tools: str, way: str) -> None:
     assert set(client.call(typed, tools, way)) == {"city"}
+
+
+def use_a_tool(url: str, model: str) -> list[str]:
+    import asyncio
+
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel, AnthropicModelSettings
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    def get_weather(city: str) -> str:
+        return f"Rain in {city}"
+
+    settings = AnthropicModelSettings(anthropic_cache_instructions=True, anthropic_cache_tool_definitions=True)
+    asks = AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key="none"), settings=settings)
+    agent = Agent(asks, instructions="Be brief.", tools=[get_weather])
+
+    async def run() -> list[str]:
+        whole = await agent.run("Is it raining?")
+        async with agent.run_stream("Is it raining?") as stream:
+            return [whole.output, await stream.get_output()]
+
+    return asyncio.run(run())
+
+
+def test_a_tool_by_messages(client: Environment, caller: str) -> None:
+    assert client.call(use_a_tool, caller.removesuffix("/v1"), MODEL) == ["It rains."] * 2
