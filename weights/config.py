@@ -22,10 +22,13 @@ class Rotary:
     """Rotary position embedding (Su et al. 2021) of a head's first 2n dimensions, for n = len(inv_freqs).
 
     At position p the pair (x[i], x[i + n]) turns by the angle p * inv_freqs[i]; the result is multiplied by `scale`.
+    With a `growth` (b, c), which needs n to be half of the head, a query is then multiplied by
+    1 + b log(1 + floor(p / c)).
     """
 
     inv_freqs: tuple[float, ...]
     scale: float = 1.0
+    growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

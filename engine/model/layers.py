@@ -18,7 +18,7 @@ from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stac
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.norm import Norm, normalize_heads_
 from gptserve.engine.model.operations import BlockWriter, WritePart
-from gptserve.engine.model.rotary import Rotation, rotate_
+from gptserve.engine.model.rotary import Rotation, grow_, rotate_
 from gptserve.engine.model.routing import take_route
 from gptserve.weights.config import Experts, LayerConfig, ModelConfig
 
@@ -41,12 +41,9 @@ def attention_spec(
 
 def layer_specs(config: ModelConfig, device: torch.device) -> list[AttentionSpec]:
     """Return the attention of all layers, with sinks of 0 where the model has any."""
-    return [
-        attention_spec(
-            config, layer, device, torch.zeros(layer.num_heads, device=device) if config.attention_sinks else None
-        )
-        for layer in config.layers
-    ]
+    has_sinks = config.attention_sinks
+    sinks = [torch.zeros(layer.num_heads, device=device) if has_sinks else None for layer in config.layers]
+    return [attention_spec(config, layer, device, its) for layer, its in zip(config.layers, sinks, strict=True)]
 
 
 class Attention:
@@ -93,6 +90,7 @@ class Attention:
             if self._norm_is_last:
                 normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm != "projection")
             self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
+        grow_(q_THD, rotation)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
 
 

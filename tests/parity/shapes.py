@@ -68,7 +68,7 @@ _ROPE_YARN = {
 
 _ROPE_MINISTRAL3 = {
     **_ROPE_YARN,
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 16,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
@@ -309,7 +309,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEP, "head_dim": 16, "sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "Ministral 3, YaRN": ("ministral3", {**_LLAMA, "head_dim": 24, "rope_parameters": _ROPE_MINISTRAL3}),
-    "Ministral 3, past its first context": (
+    "Ministral 3 without factors of queries": (
         "ministral3",
         {
             **_LLAMA,

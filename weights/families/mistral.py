@@ -1,7 +1,7 @@
 """Mistral 7B and its like: Llama with a sliding window on every layer, or on none. Ministral: on the layers of a list.
 
-Jiang et al., "Mistral 7B" (2023). Ministral 3 has none, and YaRN. But for the largest Devstral 2, it
-multiplies queries behind the original context by a number that grows with their position: it is served within that.
+Jiang et al., "Mistral 7B" (2023). Ministral 3 has none, and YaRN. But for the largest Devstral 2, it multiplies
+queries behind the original context by a number that grows with their position, as Llama 4 does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ def _read_ministral3(raw: RawConfig) -> ModelConfig:
     rope.skip("max_position_embeddings")
     if not rope.value("llama_4_scaling_beta"):
         return config
-    return replace(config, max_position=min(config.max_position, rope.size("original_max_position_embeddings")))
+    if config.layers[0].head_size % 2:
+        raise raw.error("head_dim", "even")
+    raw.forbid("partial_rotary_factor", 1.0, "transformers has no other")
+    rope.forbid("partial_rotary_factor", 1.0, "transformers has no other")
+    growth = rope.positive("llama_4_scaling_beta", default=0.0), rope.size("original_max_position_embeddings")
+    return config.change_layers(
+        lambda layer: replace(layer, rotary=layer.rotary and replace(layer.rotary, growth=growth))
+    )
 
 
 MISTRAL = Family("mistral", _read_config, llama_sources, ignored=IGNORED, models="Mistral")
@@ -55,5 +62,5 @@ MINISTRAL3 = Family(
     _read_ministral3,
     llama_sources,
     ignored=IGNORED,
-    models="Ministral 3 within its original context, Devstral 2",
+    models="Ministral 3, Devstral 2",
 )

@@ -33,6 +33,7 @@ from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.operations import WritePart
+from gptserve.engine.model.rotary import rotations_of
 from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import LayerConfig, ModelConfig
 
@@ -69,8 +70,8 @@ def native_decoder(
     wide = tuple(name for name in (*widths, "logits") if name.partition(" ")[0] in wide_kinds)
     step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
     step.embed(embedding, positions)
-    for layer, table in enumerate(tables):
-        step.block(layer, table, backend)
+    for layer, rotations in enumerate(rotations_of(tables)):
+        step.block(layer, rotations, backend)
     step.program.add("take", "x", "taken")
     for writer in (step, head):
         writer.head()
@@ -258,10 +259,10 @@ class _Writer:
         if positions is not None:
             self.program.add("add_position", "x", "x", Table(self._address(positions), 1.0))
 
-    def block(self, number: int, table: Tensor | None, backend: CpuAttention) -> None:
+    def block(self, number: int, rotations: tuple[Tensor, ...], backend: CpuAttention) -> None:
         """Put x through a layer, as `Block` in layers.py defines it."""
         name, layer = f"blocks.{number}", self._config.layers[number]
-        attention, buffers = self._attention(number, table, backend), self._buffers[layer]
+        attention, buffers = self._attention(number, rotations, backend), self._buffers[layer]
         if layer.experts is None:
             ffn = self._feed_forward(name, buffers)
         else:
@@ -289,7 +290,7 @@ class _Writer:
     def add(self, target: str, term: str) -> None:
         self.program.add("add", target, target, residual=term)
 
-    def _attention(self, layer: int, table: Tensor | None, backend: CpuAttention) -> WritePart:
+    def _attention(self, layer: int, rotations: tuple[Tensor, ...], backend: CpuAttention) -> WritePart:
         name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
         num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
         qkv, heads = (self._buffers[config.layers[layer]][kind] for kind in ("qkv", "heads"))
@@ -311,9 +312,8 @@ class _Writer:
                 self.program.add("clamp", qkv, qkv, c_float(config.qkv_clip))
             if not config.qk_norm_after_rotation:
                 normalize()
-            if table is not None:
-                rotation = Rotation(self._address(table), num_heads + num_kv_heads, size, table.shape[-1])
-                self.program.add("rotate", qkv, qkv, rotation)
+            for waves, count in zip(rotations, (num_heads + num_kv_heads, num_heads), strict=False):
+                self.program.add("rotate", qkv, qkv, Rotation(self._address(waves), count, size, waves.shape[-1]))
             if config.qk_norm_after_rotation:
                 normalize()
             self.program.add("attend", qkv, heads, backend.operation(spec, layer))

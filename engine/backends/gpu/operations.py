@@ -74,7 +74,7 @@ class TritonOperations:
 
     def rotate_and_write(self, heads_TXD: Tensor, rotation: Rotation, cache_2NGBD: Tensor, slots_T: Tensor) -> None:
         """Operations.rotate_and_write."""
-        (cos_T1N, sin_T1N), (num_rows, num_vectors, head_size) = rotation, heads_TXD.shape
+        (cos_T1N, sin_T1N, *_), (num_rows, num_vectors, head_size) = rotation, heads_TXD.shape
         num_kv_heads, block_size = cache_2NGBD.shape[2:4]
         num_pairs = cos_T1N.shape[-1]
         assert heads_TXD.stride(1) == head_size == cache_2NGBD.shape[4] and heads_TXD.stride(2) == 1

@@ -283,13 +283,18 @@ def test_falcons_slopes_are_those_of_bloom_in_bf16_scaled_as_scores_are(tmp_path
     assert layer.alibi_slopes == tuple((exact.bfloat16().double() * layer.head_size**-0.5).tolist())
 
 
-def test_ministral_3_ends_where_its_queries_would_be_scaled(tmp_path: Path) -> None:
-    _, fields = SHAPES["Ministral 3, past its first context"]
+def test_ministral_3_multiplies_queries_behind_the_original_context(tmp_path: Path) -> None:
+    _, fields = SHAPES["Ministral 3 without factors of queries"]
     raw = {**fields, "model_type": "ministral3", "max_position_embeddings": 4096}
     rope = {**raw["rope_parameters"], "original_max_position_embeddings": 512}
-    for beta, context in ((0.1, 512), (0.0, 4096), (None, 4096)):
+    for beta, growth in ((0.1, (0.1, 512)), (0.0, None), (None, None)):
         rope["llama_4_scaling_beta"] = beta
-        assert load_raw(tmp_path, {**raw, "rope_parameters": rope}).max_position == context
+        config = load_raw(tmp_path, {**raw, "rope_parameters": rope})
+        assert config.max_position == 4096
+        assert {layer.rotary.growth for layer in config.layers if layer.rotary is not None} == {growth}
+    rope["llama_4_scaling_beta"] = 0.1
+    with pytest.raises(InvalidConfigError, match=r"^config\.json: head_dim must be even, got 15$"):
+        load_raw(tmp_path, {**raw, "rope_parameters": rope, "head_dim": 15})
 
 
 def test_the_context_is_the_one_that_yarn_stretches_to(tmp_path: Path) -> None:
