@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -267,6 +266,8 @@ async def hang_up_many(url: str, gate: EngineGate, num_clients: int, num_held: i
 
 
 def test_the_openai_client_streams_cancels_and_gets_typed_errors(client: httpx.Client) -> None:
+    import openai  # takes as long as all else here
+
     with openai.OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", max_retries=0) as api:
         stream = api.completions.create(model="storyteller", prompt="Once", max_tokens=400, stream=True, seed=1)
         next(iter(stream))

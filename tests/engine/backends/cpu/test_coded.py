@@ -34,6 +34,7 @@ def variant(request: pytest.FixtureRequest) -> Iterator[native.Variant]:
     native.set_num_threads(1)
 
 
+@pytest.mark.some(52)
 @of_all
 @pytest.mark.parametrize("num_out", [1, 33, 200])
 def test_all_instructions_give_the_bits_of_the_definition(
@@ -57,6 +58,7 @@ def test_codes_at_their_ends_do_not_overflow(its: CodeFormat, variant: native.Va
     assert_same(NativeCodedLinear(weight, None, variant=variant)(x), product(x, weight))
 
 
+@pytest.mark.some(26)
 @of_all
 def test_a_row_has_its_bits_among_any_others(its: CodeFormat, variant: native.Variant) -> None:
     torch.manual_seed(3)
@@ -70,6 +72,7 @@ def test_a_row_has_its_bits_among_any_others(its: CodeFormat, variant: native.Va
         assert torch.equal(linear(x[:num]), together[:num])
 
 
+@pytest.mark.some(39)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @of_all
 def test_a_row_that_is_not_finite_gives_nan(its: CodeFormat, bad: float, variant: native.Variant) -> None:

@@ -124,6 +124,7 @@ def test_stored_rows_have_the_bytes_that_the_reference_stores(dtype: torch.dtype
     assert (caches[0] != 5).any()
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_size", "window"),
@@ -154,6 +155,7 @@ def test_the_stored_rows_are_close_to_what_they_stand_for(backend: CpuAttention)
         assert 0 < (out - exact).abs().max() < 0.03
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_size", "window"), [(64, None), (24, 20)])
 @plain_and_all

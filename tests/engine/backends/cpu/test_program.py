@@ -103,6 +103,7 @@ def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant, *, in_bf16:
     return out
 
 
+@pytest.mark.some(9)
 @by_variant
 @pytest.mark.parametrize("limit", [None, 2.0, 0.7])  # 0.7 is no number of bf16
 def test_a_gate_is_what_torch_computes(limit: float | None, dtype: torch.dtype, variant: native.Variant) -> None:
