@@ -32,8 +32,8 @@ from gptserve.server.api.tasks import other_tasks_router
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.batches.batches import Batches
 from gptserve.server.batches.store import BatchStore
+from gptserve.server.completions.app_options import AppOptions
 from gptserve.server.completions.model import ModelRegistry
-from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.planning import Planning
 from gptserve.server.completions.service import Service

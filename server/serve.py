@@ -259,9 +259,9 @@ class ServingProcess:
         """
         with without_collections():
             from gptserve.server.app import create_app
+            from gptserve.server.completions.app_options import AppOptions
             from gptserve.server.completions.model import ModelRegistry
             from gptserve.server.completions.model_folder import load_model
-            from gptserve.server.completions.options import AppOptions
             from gptserve.server.operations.banner import log_banner
 
         settings = self._settings

@@ -98,8 +98,8 @@ async def _run(settings: ServerSettings, lines: BinaryIO, results: BinaryIO) -> 
 
 
 def _service(settings: ServerSettings, engine: EngineClient, model: object) -> Service:
+    from gptserve.server.completions.app_options import AppOptions
     from gptserve.server.completions.model import Model, ModelRegistry
-    from gptserve.server.completions.options import AppOptions
     from gptserve.server.completions.service import Service
     from gptserve.server.core.lifecycle import Lifecycle
     from gptserve.server.core.metrics import Metrics

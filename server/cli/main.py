@@ -31,7 +31,7 @@ from gptserve.server.cli.state import URL_VARIABLE, add_state_command, move_stat
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.core.keys import KEY_RULE, is_key
 from gptserve.server.core.settings import ServerSettings
-from gptserve.server.core.settings_extras import SettingsError
+from gptserve.server.core.settings_checks import SettingsError
 from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gptserve.server.cli.errors import CommandError
-from gptserve.server.core.settings_extras import SettingsError, check_state_url
+from gptserve.server.core.settings_checks import SettingsError, check_state_url
 
 URL_VARIABLE = "GPTSERVE_STATE_URL"
 

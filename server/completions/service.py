@@ -11,9 +11,9 @@ from typing import TypeVar
 from gptserve.engine.errors import EngineError
 from gptserve.engine.pooling import AnyRequest, PoolingRequest
 from gptserve.engine.process.client import TokenStream
+from gptserve.server.completions.app_options import AppOptions
 from gptserve.server.completions.fillers import check_filler_room
 from gptserve.server.completions.model import Model, ModelRegistry
-from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.planning import Place, Planning
 from gptserve.server.core.errors import ServiceError, shutting_down
 from gptserve.server.core.lifecycle import Lifecycle

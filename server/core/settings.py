@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.server.core.keys import KEY_RULE, is_key, read_key_file
-from gptserve.server.core.settings_extras import REDACTED, SettingsError, check_state_url, check_traces
+from gptserve.server.core.settings_checks import REDACTED, SettingsError, check_state_url, check_traces
 from gptserve.server.core.settings_help import ENGINE_HELP
 from gptserve.server.core.sizes import parse_size
 from gptserve.weights.chat.template import PLAIN_NAME

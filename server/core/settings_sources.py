@@ -16,7 +16,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.parallel.links import CLUSTER_KEY, cluster_key
 from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.settings import VARIABLE_PREFIX, Option, ServerSettings, server_options
-from gptserve.server.core.settings_extras import SettingsError
+from gptserve.server.core.settings_checks import SettingsError
 
 CLIENT_VARIABLE = "GPTSERVE_URL"
 """No option of `serve`: the commands that ask a server read it."""

@@ -12,7 +12,7 @@ from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.memory import kv_bytes_per_token
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
-from tests.engine.test_quantization import NUM_STORIES, STORYTELLER, scores
+from tests.engine.test_int8 import NUM_STORIES, STORYTELLER, scores
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 

@@ -13,8 +13,8 @@ from gptserve.engine.process.client import EngineClient
 from gptserve.server.app import create_app
 from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.batches.store import BatchStore
+from gptserve.server.completions.app_options import AppOptions
 from gptserve.server.completions.model import Model, ModelRegistry
-from gptserve.server.completions.options import AppOptions
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.files.folder import FolderFileStore

@@ -14,7 +14,7 @@ from gptserve.server.core.settings import (
     ServerSettings,
     server_options,
 )
-from gptserve.server.core.settings_extras import SettingsError
+from gptserve.server.core.settings_checks import SettingsError
 from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings
 from gptserve.server.core.sizes import parse_size
 from tests import configuration_page
@@ -507,13 +507,13 @@ def test_a_wrong_value_is_refused_with_the_option_the_rule_and_the_value(words: 
 
 
 def test_traces_without_their_package_are_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.server.core.settings_extras._TRACES_PACKAGE", "no-such-package")
+    monkeypatch.setattr("gptserve.server.core.settings_checks._TRACES_PACKAGE", "no-such-package")
     given = flags("--otlp-traces-endpoint", "http://localhost:4318/v1/traces")
     assert message(given) == "otlp-traces-endpoint needs OpenTelemetry: pip install 'gptserve[otel]'"
 
 
 def test_a_database_without_its_package_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.server.core.settings_extras._DATABASE_PACKAGE", "no-such-package")
+    monkeypatch.setattr("gptserve.server.core.settings_checks._DATABASE_PACKAGE", "no-such-package")
     assert (
         message(flags("--state-url", "postgresql://x")) == "state-url needs psycopg: pip install 'gptserve[postgres]'"
     )

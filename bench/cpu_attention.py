@@ -6,7 +6,7 @@ blocks of 128 rows. Caches rotate over copies larger than the CPU's last-level c
 with the ratio to bmm, and one JSON line. It reports the fastest twentieth of many calls, so that other work on the
 machine counts little.
 
-    python -m bench.attention [--dtype bfloat16] [--heads 12] [--kv-heads 12] [--head-size 64] [--instructions avx2]
+    python -m bench.cpu_attention [--dtype bfloat16] [--heads 12] [--kv-heads 12] [--head-size 64] [--instructions avx2]
         [--threads 2]
 """
 
