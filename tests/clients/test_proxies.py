@@ -13,24 +13,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.clients.nginx import nginx_template
 from tests.clients.servers import OFTEN, served
 from tests.server.serving import LIMIT_S
 
 pytestmark = pytest.mark.clients
-NGINX = """
-daemon off;
-pid {folder}/pid;
-error_log stderr;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/a;
-    proxy_temp_path {folder}/b;
-    fastcgi_temp_path {folder}/c;
-    uwsgi_temp_path {folder}/d;
-    scgi_temp_path {folder}/e;
-    server {{
-        listen 127.0.0.1:{port};
+NGINX = nginx_template("""
         location = /version {{ return 403; }}
         location / {{
             proxy_pass http://{server};
@@ -39,9 +27,7 @@ http {{
             proxy_set_header Connection "upgrade";
             proxy_buffering off;
         }}
-    }}
-}}
-"""
+""")
 CADDY = """
 {{
     admin off

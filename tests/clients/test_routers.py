@@ -18,34 +18,16 @@ import httpx
 import pytest
 
 from tests.clients.environments import environments
+from tests.clients.nginx import nginx_template
 from tests.clients.servers import served
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MAIN, MORTAL, Process
 
 pytestmark = pytest.mark.clients
-NGINX = """
-daemon off;
-pid {folder}/pid;
-error_log stderr;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/a;
-    proxy_temp_path {folder}/b;
-    fastcgi_temp_path {folder}/c;
-    uwsgi_temp_path {folder}/d;
-    scgi_temp_path {folder}/e;
-    upstream servers {{ {servers} }}
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass http://servers;
-            proxy_http_version 1.1;
-            proxy_buffering off;
-        }}
-    }}
-}}
-"""
+NGINX = nginx_template(
+    "location / {{ proxy_pass http://servers; proxy_http_version 1.1; proxy_buffering off; }}",
+    upstream="upstream servers {{ {servers} }}",
+)
 # Of the router in an environment of its own: the command. All take the same flags.
 COMMANDS = {
     "vllm-router": ("vllm-router",),

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.attention import INSTRUCTIONS, CpuAttention, Instructions
+from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.model.attention import AttentionMetadata, AttentionSpec
 from tests.engine.backends.oracle import FEATURE_SETS, FEATURES, Feature, dense_attention, feature_id, with_features
 
-pytestmark = pytest.mark.skipif(not CpuAttention.is_available(), reason="the package was installed without a compiler")
+pytestmark = [
+    pytest.mark.skipif(not CpuAttention.is_available(), reason="the package was installed without a compiler"),
+    pytest.mark.usefixtures("set_threads"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (70, 33, 1, 16)
@@ -35,29 +38,6 @@ class SequenceTensors:
     query_LHD: Tensor
     key_LGD: Tensor
     value_LGD: Tensor
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def backend(request: pytest.FixtureRequest) -> CpuAttention:
-    instructions: Instructions = request.param
-    if instructions not in CpuAttention.supported_instructions():
-        pytest.skip(f"this CPU has no {instructions}")
-    return CpuAttention(instructions)
-
-
-@pytest.fixture(autouse=True)
-def set_threads() -> Iterator[Callable[[int], None]]:
-    """One thread unless a test sets more: on a busy machine each tiny parallel call waits for the scheduler."""
-    before = torch.get_num_threads()
-
-    def set_both(num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        native.set_num_threads(num_threads)
-
-    set_both(1)
-    yield set_both
-    torch.set_num_threads(before)
-    native.set_num_threads(1)
 
 
 @pytest.mark.some(16)

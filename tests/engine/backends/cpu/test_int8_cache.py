@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.attention import INSTRUCTIONS, CpuAttention, Instructions
+from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.reference.attention import ReferenceAttention, decoded
 from gptserve.engine.model.attention import AttentionSpec
 from gptserve.engine.model.kv_rows import SCALE_BYTES
 from tests.engine.backends.oracle import FEATURES, Feature, dense_attention, feature_id, with_features
 from tests.engine.steps import make_metadata, shuffled_tables
 
-pytestmark = pytest.mark.skipif(not CpuAttention.is_available(), reason="the package was installed without a compiler")
+pytestmark = [
+    pytest.mark.skipif(not CpuAttention.is_available(), reason="the package was installed without a compiler"),
+    pytest.mark.usefixtures("set_threads"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (70, 33, 1, 16)
@@ -26,21 +28,6 @@ plain_and_all = pytest.mark.parametrize("features", [(), FEATURES], ids=feature_
 
 Step = list[tuple[int, int]]
 """(index of a sequence, how many of its next tokens) for each sequence of the step."""
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def backend(request: pytest.FixtureRequest) -> CpuAttention:
-    instructions: Instructions = request.param
-    if instructions not in CpuAttention.supported_instructions():
-        pytest.skip(f"this CPU has no {instructions}")
-    return CpuAttention(instructions)
-
-
-@pytest.fixture(autouse=True)
-def set_threads() -> Iterator[Callable[[int], None]]:
-    native.set_num_threads(1)
-    yield native.set_num_threads
-    native.set_num_threads(1)
 
 
 class Sequences:
