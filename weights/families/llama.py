@@ -39,7 +39,7 @@ FFN: layout.Names = {
 END = {"final_norm": "norm", "head": "lm_head"}
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
 llama_sources = layout.decoder(NAMES)
-IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+IGNORED = r"(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq"
 
 
 def read_llama_config(

@@ -1,6 +1,7 @@
 """config.json of published models, shortened to what is read, with the number of parameters published for them.
 
 published.json has more of them as published, each with the number of its tensors' parameters on the hub.
+Where `is_computed`, no such number was found, or only one of a card that differs by less than 0.1 %.
 
 Sources: GPT-1 and GPT-2, the tensors of openai-community/openai-gpt, gpt2, gpt2-medium, gpt2-large and gpt2-xl on the
 hub; GPT-3, Brown et al. 2020, table 2.1 (175.0B, which counts 2048 positions and the vocabulary of GPT-2); Llama 3,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import Rotary
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
+from gptserve.weights.families import load_config
 from gptserve.weights.families.family import RawConfig
 from gptserve.weights.families.rotary import read_rotary
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: list[dict[str, Any]] = [
@@ -148,3 +154,11 @@ def test_a_part_of_each_head_turns() -> None:
 def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read(**fields)
+
+
+@pytest.mark.parametrize("name", ["model.rotary_emb.inv_freq", "layers.1.self_attn.rotary_emb.inv_freq"])
+def test_frequencies_beside_the_weights_are_left_out_as_config_json_says_them(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, *SHAPES["Llama"])
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), name: torch.ones(4)}, path, {"format": "pt"})
+    assert Checkpoint(tmp_path, load_config(tmp_path)).num_bytes > 0
