@@ -118,7 +118,8 @@ class Batches:
         """Return a batch of this owner. Raises ServiceError."""
         batch = self._batches.get(batch_id)
         if batch is None or batch.record.owner != owner:
-            raise ServiceError("batch_not_found", f"batch {batch_id!r} does not exist", param="id")
+            message = f"batch {batch_id!r} does not exist{self._limits.not_found}"
+            raise ServiceError("batch_not_found", message, param="id")
         return batch
 
     def list_batches(self, owner: str | None) -> list[KeptBatch]:

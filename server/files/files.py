@@ -25,16 +25,22 @@ KEPT_S = 30 * 24 * 3600  # without another expiry; OpenAI keeps the files of bat
 MAX_FILES = 10_000  # a page of the list has them all
 MAX_UPLOADS = 16  # at once; each has a descriptor and a buffer
 
+ELSEWHERE = "; --state-url shares no files and batches: only the server that has it knows it"
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """How large a file may be, and all together. Where there are several owners, none has more than half of all."""
+    """How large a file may be, and all together. Where there are several owners, none has more than half of all.
+
+    not_found: what an error says of what is not here, after that it does not exist.
+    """
 
     max_file_bytes: int
     max_files_bytes: int
     has_several_owners: Callable[[], bool] = lambda: False
+    not_found: str = ""
 
     def share(self, limit: int) -> int:
         """Return what one owner may have of a limit."""
@@ -111,7 +117,8 @@ class Files:
         """Return a file of this owner. Raises ServiceError, which names `param`."""
         record = self._records.get(file_id)
         if record is None or record.owner != owner or self._is_over(record):
-            raise ServiceError("file_not_found", f"file {file_id!r} does not exist", param=param)
+            message = f"file {file_id!r} does not exist{self._limits.not_found}"
+            raise ServiceError("file_not_found", message, param=param)
         return record
 
     def list_files(self, owner: str | None, purpose: str | None) -> list[FileRecord]:
