@@ -128,7 +128,7 @@ def test_an_impossible_token_is_never_drawn(mostly_impossible: Path) -> None:
     assert {char for response in responses for char in response.json()["choices"][0]["text"]} == set("abc")
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["infinite", pytest.param("nan", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asked", ASKED)
 def test_other_numbers_that_are_not_finite_end_the_request(tmp_path: Path, kind: str, asked: str) -> None:
@@ -150,6 +150,7 @@ def test_other_numbers_that_are_not_finite_end_the_request(tmp_path: Path, kind:
     documents(unscored.text)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["infinite", "nan"])
 @pytest.mark.parametrize("position", [2, 3])
 def test_what_cannot_be_drawn_ends_the_request(tmp_path: Path, kind: str, position: int) -> None:

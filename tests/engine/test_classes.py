@@ -90,7 +90,7 @@ def expected(model: Any, *token_ids: int) -> np.ndarray[Any, Any]:
     return np.array([row[-1, list(token_ids)].numpy() if token_ids else row.numpy() for row in rows])
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_labels_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = classifier(tmp_path, family, num_labels=3)

@@ -51,6 +51,7 @@ def logprobs(engine: Engine) -> torch.Tensor:
     return torch.tensor(entries)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", ["Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window"]
 )
@@ -65,6 +66,7 @@ def test_codes_of_8_bits_give_nearly_what_they_are_unpacked_to(name: str, tmp_pa
     assert (found - expected).std() < 0.04 * expected.std()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["awq", "gptq, joined", "packed", "mlx"])
 def test_codes_of_folders_give_nearly_what_they_are_unpacked_to(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "quantized"

@@ -70,6 +70,7 @@ def solo(tiny_gpt2: Path) -> dict[str, Result]:
     return {r.request_id: result(run(engine, [r])[r.request_id]) for r in mixed_requests()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -79,6 +79,7 @@ def test_every_mask_holds_and_is_needed() -> None:
             assert outputs[-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_masks_do_not_depend_on_the_load(load: str) -> None:
     engine = make_engine(STORYTELLER, **LOADS[load])

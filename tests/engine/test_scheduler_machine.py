@@ -621,6 +621,7 @@ def test_survives_much_more_random_service(examples: int) -> None:
     assert serve(settings(SETTINGS, derandomize=False, max_examples=examples))["steps"] >= 20 * examples
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("broken", [IgnoresSalts, TrustsDigests, ForgetsChains, FreesSharedBlocks, NeverForgets])
 def test_the_shadow_alone_catches_a_broken_pool(broken: type[BlockPool]) -> None:
     with pytest.raises(AssertionError, match=r"attends to foreign content|overwrites what another"):

@@ -191,7 +191,7 @@ def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: W
         assert len(ids) == NUM_GREEDY
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @all_or_unlike
 def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(

@@ -57,7 +57,7 @@ IN_ALL_WAYS = ("gpt2", "llama", "gpt_neox")
 """Families that are tried in all ways also where no slow tests run."""
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [

@@ -33,6 +33,7 @@ NUM_EXPERTS = 4
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 9, 17)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("backend", [ReferenceAttention(), CpuAttention()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize(("intermediate_size", "num_key_value_heads"), [(40, 2), (64, 1), (40, 4)])
 def test_a_layer_may_have_another_width_and_other_heads(

@@ -501,6 +501,7 @@ def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> Non
     refused(packed, InvalidCheckpointError, rf"config\.json: 1 missing \({name.removeprefix('model.')}_scales\)$")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("share", [WHOLE, Share(0, 2), Share(1, 2), Share(3, 4)], ids=str)
 def test_experts_in_mxfp4_are_given_out_as_they_are_stored_and_counted(share: Share, tmp_path: Path) -> None:
     """Those of a rank, too, whose inputs may begin within a group."""

@@ -75,6 +75,7 @@ def loaded(
     return tensors
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("shape", "share", "in_mxfp4"),
     [

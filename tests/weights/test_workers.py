@@ -62,6 +62,7 @@ def wait_until_gone(pid: int) -> None:
         psutil.Process(pid).wait(60)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("source", "request_", "reply"),
     [

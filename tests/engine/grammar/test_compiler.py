@@ -40,6 +40,7 @@ def matches(compiler: Compiler, grammar: Grammar, tokenizer: Tokenizer, text: st
     return True
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("grammar", "inside", "outside"),
     [

@@ -34,7 +34,7 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", COMPUTED)
 def test_no_bit_depends_on_other_rows_or_on_threads(activation: str, dtype: torch.dtype) -> None:

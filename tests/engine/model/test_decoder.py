@@ -72,7 +72,7 @@ def test_a_tied_head_is_held_once_and_a_quantized_one_beside_the_embedding(
         assert abs(held_bytes(folder, dtype, quantization) - expected) < MARGIN
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @needs_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [64, 72, 96])  # programs embed by the first and the last, torch by the other

@@ -41,6 +41,7 @@ def test_packed_adds_the_residual_and_leaves_it_unchanged() -> None:
     assert torch.equal(residual, kept)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", onednn.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(768, 2304), (3072, 768), (640, 96)])
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -155,6 +156,7 @@ ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), 
 """(in, out) around the multiples that the layout pads to."""
 
 
+@pytest.mark.some(43)
 @pytest.mark.parametrize(("num_in", "num_out"), ODD_SIZES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_native_is_the_product_rounded_once(kind: Kind, num_in: int, num_out: int, bias: bool) -> None:
@@ -177,6 +179,7 @@ def test_native_is_the_product_rounded_once(kind: Kind, num_in: int, num_out: in
         assert torch.equal(wide(x[:few], residual[:few]), wide(x, residual)[:few])
 
 
+@pytest.mark.some(19)
 @pytest.mark.parametrize("activation", native.ACTIVATIONS[1:])
 def test_native_activates_as_torch_does_in_fp64(kind: Kind, activation: Activation) -> None:
     x = torch.cat([torch.linspace(-20, 20, 32 * 500), torch.logspace(-30, 2, 32 * 20), torch.zeros(32)])
@@ -185,6 +188,7 @@ def test_native_activates_as_torch_does_in_fp64(kind: Kind, activation: Activati
     torch.testing.assert_close(y.double(), activate(x.double(), activation), atol=1e-7, rtol=2e-6)
 
 
+@pytest.mark.some(22)
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_native_equals_dense(kind: Kind, activation: Activation | None) -> None:
     weight, bias, x, residual = kind.rows(70, 96), kind.rows(70), kind.rows(40, 96), kind.rows(40, 70)

@@ -258,6 +258,7 @@ def test_event_loop_stays_free_while_the_engine_does_not_listen(make_client: Mak
     run(test())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("loading", "cause"),
     [

@@ -53,7 +53,7 @@ def test_in_int8_a_row_has_a_scale_behind_its_codes() -> None:
     assert sum(layer.nbytes for layer in cache.layers) == cache.num_bytes == 5 * 16 * kv_bytes_per_token(MODEL, 1)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("num_blocks", [1024, 1000, 700])
 @pytest.mark.parametrize(("num_layers", "num_kv_heads"), [(4, 6), (12, 12), (30, 3), (80, 8)])
 def test_no_block_is_the_first_to_write_to_many_huge_pages(num_blocks: int, num_layers: int, num_kv_heads: int) -> None:

@@ -39,7 +39,7 @@ def read(fields: dict[str, Any]) -> ModelConfig:
     return find_family(fields["model_type"]).read_config(RawConfig(fields))
 
 
-@pytest.mark.some(24)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", KNOWN)
 def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
     fields, published = KNOWN[name]

@@ -71,6 +71,7 @@ def test_populated_memory_is_given_once() -> None:
     assert take_populated() is None
 
 
+@pytest.mark.some(2)
 @needs_library
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8"])

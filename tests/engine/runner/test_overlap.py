@@ -257,6 +257,7 @@ must_be_known, reserve, seat, update = (
 )
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
@@ -352,6 +353,7 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_every_answer_has_the_bits_that_it_has_without_overlap(tiny_gpt2: Path, load: str, delay: int) -> None:

@@ -61,6 +61,7 @@ def answers(engine: Engine, some: Sequence[Request]) -> list[tuple[list[int], li
     ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_every_answer_has_the_bits_that_tensors_give(
     load: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +112,7 @@ class NoTorch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "prompt_logprobs" not in kind], ids=str)
 def test_a_step_calls_nothing_of_torch(kind: dict[str, Any], tiny_gpt2: Path) -> None:
     engine = make_engine(tiny_gpt2)

@@ -85,6 +85,7 @@ def test_each_row_of_a_batch_has_the_bits_of_the_formulas(seed: int) -> None:
     assert torch.equal(raw, before)
 
 
+@pytest.mark.some(7)
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @pytest.mark.parametrize("seed", range(20))
 def test_the_library_has_the_bits_of_torch(seed: int) -> None:

@@ -65,6 +65,7 @@ def pieces_of(server: LiveServer, path: str, body: dict[str, Any]) -> list[bytes
         return list(response.iter_raw())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("path", "body"), [("completions", TEXT), ("chat/completions", CHAT)])
 @pytest.mark.parametrize("cut", ["as it came", "each event alone", "in one"])
 def test_a_stream_is_read_whole(serve: Serve, path: str, body: dict[str, Any], cut: str) -> None:

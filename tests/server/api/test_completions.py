@@ -330,6 +330,7 @@ def test_usage_so_far_comes_only_where_usage_is_included(api: Api, include: dict
         assert "usage" not in response.text
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "body",
     [

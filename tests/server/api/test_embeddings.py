@@ -63,6 +63,7 @@ def test_an_answer_has_openais_shape(make_api: MakeApi) -> None:
     }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [

@@ -47,6 +47,7 @@ def api_for(make_api: MakeApi, kind: str, answer: str | None = None, **options: 
     return make_api(engine, tokenizer=tokenizer_of(kind), template=TEMPLATES[kind], **options)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", sorted(ANSWERS))
 def test_calls_are_blocks_and_the_events_make_the_same(make_api: MakeApi, kind: str) -> None:
     api = api_for(make_api, kind)
@@ -105,6 +106,7 @@ def conversation_of(api: Api) -> list[dict[str, Any]]:
     return messages
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("display", [None, "summarized", "omitted"])
 def test_a_loop_of_tools_goes_on_with_what_was_thought_and_called(make_api: MakeApi, display: str | None) -> None:
     api = api_for(make_api, "thinking")
@@ -169,6 +171,7 @@ def test_a_result_may_have_nothing_or_name_tools(make_api: MakeApi) -> None:
     assert [message["content"] for message in conversation_of(api)[2:]] == ["", "get_time"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("choice", "must_call", "is_single"),
     [
@@ -204,6 +207,7 @@ def test_tools_that_may_not_be_called_are_not_shown(make_api: MakeApi) -> None:
     assert "get_weather" not in prompt_of(api)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "kind", ["web_search_20250305", "code_execution_20250522", "computer_20250124", "bash_20250124"]
 )

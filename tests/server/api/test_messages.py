@@ -160,6 +160,7 @@ def test_the_events_of_a_text(make_api: MakeApi) -> None:
     ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("fields", "text", "reason", "sequence"),
     [

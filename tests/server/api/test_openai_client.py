@@ -160,6 +160,7 @@ def test_a_stream_is_cancelled_midway_asynchronously(serve: Serve) -> None:
     assert engine.live_ids == []
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("arguments", "error", "code", "param"),
     [

@@ -70,6 +70,7 @@ def test_calls_and_reasoning_are_named_by_their_ids(serve: Serve) -> None:
     assert prompt_of(server) == whole
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("item_id", ["msg_1", "", "x", "msg_{}_9", "msg_{}_in_9", "rs_{}_0", "{}"])
 def test_an_item_that_is_not_there_is_a_404(serve: Serve, item_id: str) -> None:
     server = serve(FakeEngineClient(say("Yé.", then_eos=True)))
@@ -120,6 +121,7 @@ LONG = "x" * 80
 SAID = {"role": "assistant", "content": LONG}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

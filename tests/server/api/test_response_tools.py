@@ -152,6 +152,7 @@ def test_calls_come_back_with_their_results(serve: Serve) -> None:
     assert [message["role"] for message in conversation_of(server)][-3:] == ["tool", "assistant", "user"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "asked",
     [

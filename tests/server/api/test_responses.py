@@ -604,6 +604,7 @@ def test_a_retry_with_a_key_gets_the_same_response(yes: LiveServer) -> None:
     assert refused.json()["error"]["param"] == "store"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("body", [{}, {"background": True}, {"stream": True}])
 def test_a_retry_finds_its_response_when_the_one_before_it_is_gone(yes: LiveServer, body: dict[str, Any]) -> None:
     first = post(yes).json()["id"]

@@ -70,6 +70,7 @@ def function_calls(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_calls_come_apart_from_the_text(make_api: MakeApi, kind: str) -> None:
     api = api_of(make_api, kind)
@@ -86,6 +87,7 @@ def test_calls_come_apart_from_the_text(make_api: MakeApi, kind: str) -> None:
     assert api.engine.submitted[0].params.grammar is None
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_calls_are_streamed_with_their_names_first(make_api: MakeApi, kind: str) -> None:
     chunks = parse_events(api_of(make_api, kind).chat(tools=TOOLS, stream=True).text)
@@ -165,6 +167,7 @@ def test_the_marks_of_calls_have_no_text_without_tools(make_api: MakeApi) -> Non
     assert choice["message"] == {**SAID, "content": f"Hm.get_weather{OSLO}get_time{{}}"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("answer", "opens", "thought", "content"),
     [
@@ -321,7 +324,7 @@ NAMED = {"type": "function", "function": {"name": "get_time"}}
 STRICT = [{"type": "function", "function": {**TOOL["function"], "strict": True}}]  # type: ignore[dict-item]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("body", "has_grammar"),
     [

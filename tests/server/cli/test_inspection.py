@@ -197,7 +197,7 @@ def test_a_rank_has_its_share_of_the_layers_and_the_first_one_the_vocabulary() -
     assert "\n  each other rank       " in render(first)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name",
     [

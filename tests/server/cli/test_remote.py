@@ -69,6 +69,7 @@ def test_an_event_that_is_not_utf_8_is_one_sentence(run: Any, server: StandIn) -
     assert complete(run, server) == (1, "", f"gptserve: {expected}\n")
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "error",
     [

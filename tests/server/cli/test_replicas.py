@@ -84,6 +84,7 @@ def test_a_message_from_a_pipe_goes_on(
     assert server.path == other.path == "/v1/chat/completions"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("status", [404, 408, 429, 502, 503, 504])
 def test_a_server_that_cannot_answer_is_passed_by(status: int, run: Any, server: StandIn, other: StandIn) -> None:
     server.answer, other.answer = (status, ""), stream(event("there", "1"), DONE)

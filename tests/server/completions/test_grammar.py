@@ -36,7 +36,7 @@ def checking(checker: GrammarChecker) -> Iterator[Api]:
     made.close()
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("route", ["complete", "chat"])
 @pytest.mark.parametrize(
     ("body", "param", "reason"),

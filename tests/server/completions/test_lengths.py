@@ -49,6 +49,7 @@ def test_minus_one_keeps_to_the_models_own_limit_of_chats(make_api: MakeApi) -> 
     assert ask(api, "chat", max_tokens=-1).json()["usage"]["completion_tokens"] == 9
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize("value", [0, -2])
 def test_no_other_number_below_one_is_a_limit(api: Api, route: str, name: str, value: int) -> None:
@@ -72,7 +73,7 @@ HEADER = "x-gptserve-max-tokens"
 LONG = {"complete": {"prompt": "x" * 300}, "chat": {"messages": [{"role": "user", "content": "x" * 300}]}}
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize(
     ("asked", "limit", "kept", "in_force"),
@@ -96,7 +97,7 @@ def test_a_prompt_may_be_cut_beside_a_limit_that_is_capped(
     assert response.headers.get(HEADER) == (None if in_force == limit else str(in_force))
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("route", "name"), NAMES)
 @pytest.mark.parametrize(
     ("options", "limit", "most"), [(CAP, 300, 255), (CAP, 9, 255), ({}, 300, 255), ({}, 256, 255), ({}, 250, 6)]

@@ -33,6 +33,7 @@ def test_a_given_seed_is_told(api: Api) -> None:
     assert api.complete(prompt="a", seed=2**63 - 1).json()["seed"] == 2**63 - 1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], [97, 98], [[97, 98]]])
 def test_text_and_ids_are_the_same_prompt(api: Api, prompt: object) -> None:
     assert api.complete(prompt=prompt, echo=True, max_tokens=1).json()["choices"][0]["text"] == "aba"
@@ -130,6 +131,7 @@ def test_what_one_request_makes_the_server_hold_is_bounded(
     assert api.engine.submitted == []
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "fields",
     [

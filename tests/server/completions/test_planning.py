@@ -143,6 +143,7 @@ def test_without_other_owners_all_workers_are_used(gated: Callable[..., Gated]) 
     gate.wait_for_waiting(0)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("path", "body"), WAYS)
 def test_a_request_counts_for_its_key_before_it_is_planned(
     gated: Callable[..., Gated], path: str, body: dict[str, Any]

@@ -183,7 +183,7 @@ def test_the_table_of_this_test_is_complete() -> None:
     assert set(WRITTEN) == {option.name for option in server_options()} - {"config"}
 
 
-@pytest.mark.some(18)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_option_means_the_same_as_flag_variable_and_key(name: str, tmp_path: Path) -> None:
     option = next(option for option in server_options() if option.name == name)
@@ -403,6 +403,7 @@ def test_a_variable_that_kubernetes_never_makes_is_unknown(variable: str, value:
     assert message({}, {**of_service("GPTSERVE"), variable: value}).startswith(f"unknown variable {variable}")
 
 
+@pytest.mark.some(25)
 @pytest.mark.parametrize("variable", [option.variable for option in server_options()])
 def test_no_option_is_taken_for_a_variable_of_kubernetes(variable: str) -> None:
     for value in ("", "8000", "10.0.0.1", "tcp", "true"):

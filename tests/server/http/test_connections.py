@@ -103,6 +103,7 @@ def test_what_happens_a_thousand_times_is_one_line(caplog: pytest.LogCaptureFixt
     ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [

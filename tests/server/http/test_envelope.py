@@ -74,6 +74,7 @@ def test_a_finished_completion_is_one_log_line(api: Api, caplog: pytest.LogCaptu
     assert "status=200" in line.getMessage()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 @pytest.mark.parametrize("shown", [False, True])
 def test_prompts_are_logged_only_if_asked_for(

@@ -481,6 +481,7 @@ def test_an_answer_over_http_1_0_is_whole(serve: Callable[..., LiveServer]) -> N
     assert answer.endswith(b"}")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("path", [b"/version", b"/v1/models", b"/health"])
 def test_head_is_get_without_the_body(serve: Callable[..., LiveServer], path: bytes) -> None:
     server = serve(FakeEngineClient())

@@ -232,7 +232,7 @@ def pieces_of(name: str) -> list[str]:
     return [*PIECES, *own, *(text[: len(text) // 2] for text in own), *(text[len(text) // 2 :] for text in own)]
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", sorted(OWN_FORMATS))
 @given(data=st.data())
 def test_the_deltas_add_up_to_the_same_however_the_text_is_cut(name: str, data: st.DataObject) -> None:

@@ -135,7 +135,7 @@ def validate(delta: Delta) -> int:
     return len(delta.tool_calls)
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "fields",

@@ -60,7 +60,7 @@ def tools_of(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("kind", BY_VALUE)
 @pytest.mark.parametrize("name", VALUES)
 def test_each_value_keeps_to_its_schema(compiler: Compiler, tokenizer: Tokenizer, kind: str, name: str) -> None:
@@ -82,7 +82,7 @@ def written(compiler: Compiler, tokenizer: Tokenizer, kind: str, schema: dict[st
     return dict(arguments)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", BY_VALUE)
 def test_arguments_may_be_left_out_unless_they_are_required(
     compiler: Compiler, tokenizer: Tokenizer, kind: str
@@ -94,7 +94,7 @@ def test_arguments_may_be_left_out_unless_they_are_required(
     assert all(list(arguments) == [name for name in names if name in arguments] for arguments in found)
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", BY_VALUE)
 @pytest.mark.parametrize("others", [VALUES["day"], {"type": "string", "maxLength": 2}, VALUES["mixed"]])
 def test_other_arguments_keep_to_the_schema_of_others(

@@ -37,6 +37,7 @@ def result(content: str, **fields: str) -> Message:
     return {"role": "tool", "content": content, **fields}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("calls", "results", "expected"),
     [
@@ -58,6 +59,7 @@ def test_a_template_of_single_calls_gets_a_message_for_each(
     assert ChatTemplate(SINGLE, {}).render(messages, {}) == expected
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("source", "arguments", "expected"),
     [
@@ -93,6 +95,7 @@ def test_system_messages_are_one_where_a_template_takes_one() -> None:
         template.render([system, user, system], {})
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
 def test_an_empty_answer_is_a_blank_where_a_template_wants_one(content: object) -> None:
     source = "{% for m in messages %}{{ raise_exception('no content') if not m.content }}[{{ m.content }}]{% endfor %}"

@@ -199,7 +199,7 @@ def render_both(
     return expected, text
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

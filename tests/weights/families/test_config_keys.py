@@ -201,7 +201,7 @@ def default_config(model_type: str, *, use_diff: bool = False) -> dict[str, Any]
     return raw
 
 
-@pytest.mark.some(31)
+@pytest.mark.some(11)
 @pytest.mark.parametrize("use_diff", [True, False])
 @pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
 def test_what_transformers_writes_is_accepted(model_type: str, use_diff: bool, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) ->
     assert load(tmp_path, config.to_dict()) == saved
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
@@ -270,6 +270,7 @@ def test_no_key_of_a_published_config_is_doubtful(name: str, tmp_path: Path) -> 
     load(tmp_path, KNOWN[name][0], "refuse")
 
 
+@pytest.mark.some(11)
 @pytest.mark.parametrize("name", EXTRAS)
 def test_what_is_found_on_the_hub_is_accepted(name: str, tmp_path: Path) -> None:
     raw, extra = EXTRAS[name]

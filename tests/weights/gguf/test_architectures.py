@@ -104,7 +104,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "quant"), [(name, QUANTS[i % len(QUANTS)]) for i, name in enumerate(MODELS)])
 def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQuantizationType, tmp_path: Path) -> None:
     folder, path = tmp_path / "folder", tmp_path / f"{quant.name}.gguf"

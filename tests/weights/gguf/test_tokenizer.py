@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Callable[[], Library], str | None]] = {
 NUM_TEXTS = 300
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_ids_are_those_of_the_original(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -77,12 +77,13 @@ def check_codes(folder: Path, plain: Path, expected: CodeFormat | None) -> dict[
     return coded
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", FOUND)
 def test_codes_are_what_is_unpacked(name: str, tmp_path: Path) -> None:
     check_codes(*written(name, tmp_path / "quantized"), FOUND[name])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("model_type", ["phi3", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed, asymmetric"])
 def test_fused_interleaved_and_transposed_projections(name: str, model_type: str, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def all_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bo
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_folder_streams_the_floats_that_it_means(
@@ -190,6 +190,7 @@ def test_a_folder_streams_the_floats_that_it_means(
     assert not all_equal(found, expected | {down: expected[down].roll(1, 0)})
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("share", [Share(0, 2), Share(1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["gptq with act-order", "awq", "fp8", "packed, asymmetric", "packed and floats"])
 def test_a_rank_has_its_rows_and_columns(name: str, share: Share, written: Callable[..., tuple[Path, Path]]) -> None:
@@ -214,7 +215,7 @@ def test_a_quantized_model_takes_fewer_bytes_of_the_files(written: Callable[...,
     assert sizes[0] < sizes[1] / 2
 
 
-@pytest.mark.some(11)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_inventory_counts_all_bytes_of_the_files_by_their_types(
     name: str, written: Callable[..., tuple[Path, Path]]
@@ -442,6 +443,7 @@ SPOILT: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", SPOILT)
 def test_tensors_that_do_not_fit_are_named(
     name: str, written: Callable[..., tuple[Path, Path]], tmp_path: Path

@@ -25,6 +25,7 @@ TEXT = st.lists(FRAGMENTS | st.text(st.characters(exclude_categories=["Cs"]), ma
 AS_OBJECT = {"__type": "AddedToken", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "config",
     [

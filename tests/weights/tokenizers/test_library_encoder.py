@@ -180,6 +180,7 @@ def test_text_without_tokens_is_refused(tmp_path: Path) -> None:
         opened(raw, tmp_path).encode("\U00010000")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "is_bounded"),
     [("llama2", True), ("mistral", True), ("gemma", True), ("bloom", True), ("gpt_bigcode", True), ("xglm", False)],

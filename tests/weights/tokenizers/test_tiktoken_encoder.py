@@ -34,6 +34,7 @@ def write(folder: Path, tokenizer: tokenizers.Tokenizer | str) -> Path:
     return folder
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tiktoken_encodes_the_families_of_its_own_kind(name: str, tmp_path: Path) -> None:
     encoder = TiktokenEncoder.recognise(load_vocabulary(write(tmp_path, FAMILIES[name]())))
@@ -180,6 +181,7 @@ TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
 SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     "spoil",
     [

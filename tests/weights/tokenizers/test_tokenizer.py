@@ -66,7 +66,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Family(request.param, Tokenizer.open(folder), PreTrainedTokenizerFast.from_pretrained(folder))
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @SETTINGS
 @given(text=TEXT)
 def test_plain_text_and_prompts_have_the_ids_of_transformers(family: Family, text: str) -> None:
@@ -77,7 +77,7 @@ def test_plain_text_and_prompts_have_the_ids_of_transformers(family: Family, tex
     assert family.tokenizer.encode_prompt(text) == family.reference(text, split_special_tokens=True).input_ids
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @SETTINGS
 @given(text=TEXT)
 def test_special_tokens_are_found_when_asked_for(family: Family, text: str) -> None:
@@ -85,7 +85,7 @@ def test_special_tokens_are_found_when_asked_for(family: Family, text: str) -> N
     assert ids == family.reference(text, add_special_tokens=False, split_special_tokens=False).input_ids
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @SETTINGS
 @given(text=TEXT)
 def test_special_tokens_never_come_from_plain_text_and_no_token_holds_too_much(family: Family, text: str) -> None:
@@ -95,7 +95,7 @@ def test_special_tokens_never_come_from_plain_text_and_no_token_holds_too_much(f
     assert len(text.encode()) <= len(ids) * family.tokenizer.max_token_bytes
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @SETTINGS
 @given(text=TEXT, start=TEXT)
 def test_streamed_text_is_the_text_and_what_transformers_decodes(family: Family, start: str, text: str) -> None:

@@ -90,7 +90,7 @@ def test_any_other_regex_needs_one(described: Describe, regex: str) -> None:
     assert not is_known(described("gpt2", pre_tokenizer={**NAMED, "pattern": {"Regex": regex}}))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -49,6 +49,7 @@ def test_agrees_with_dense_attention_for_every_head_size(
     _check_against_oracle(backend, dtype, _spec(num_heads=2, num_kv_heads=2, head_size=head_size))
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (7, 1), (8, 2)])
 def test_query_heads_share_kv_heads_in_order(
@@ -75,7 +76,7 @@ def test_windows_longer_than_what_is_fetched_ahead(
     _check_rows(_run(backend, [sequence], spec, [[(0, n)] for n in (250, 1, 1, 48)])[0], sequence, spec)
 
 
-@pytest.mark.some(40)
+@pytest.mark.some(14)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", FEATURE_SETS[1:], ids=feature_id)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "window"), [(3, 3, None), (6, 2, 17), (7, 1, None), (6, 1, 40)])
@@ -96,6 +97,7 @@ def test_slopes_sinks_and_softcap_combine_with_each_other_and_with_windows_and_s
         assert (expected - without).abs().max() > 0.1, f"{feature} hardly matters here"
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("softcap", [1e-3, 0.3, 30.0, 50.0, 1000.0])
 def test_softcap_holds_for_scores_far_below_and_far_above_it(backend: CpuAttention, softcap: float) -> None:
     spec = replace(_spec(), scale=1.0, softcap=softcap)
@@ -128,6 +130,7 @@ def test_slope_and_sink_of_a_head_are_its_own(backend: CpuAttention) -> None:
         assert differs_LH[1:, 4].all()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slopes_are_as_exact_far_out_as_near(backend: CpuAttention, dtype: torch.dtype) -> None:
     """Where the window holds the same tokens again and again, at distances alike, so must the bits be."""
@@ -163,7 +166,7 @@ def test_equal_keys_give_the_mean_of_the_values(backend: CpuAttention) -> None:
         torch.testing.assert_close(out_LHD.double(), mean_LGD.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_size", [64, 24])

@@ -71,7 +71,7 @@ FAMILIES = [
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @both_dtypes
 @pytest.mark.parametrize(
     "shape", [pytest.param(shape, marks=() if shape in UNLIKE else pytest.mark.slow) for shape in FIRST.values()]
@@ -113,7 +113,7 @@ def test_programs_give_the_same_bits_by_avx2_as_by_others(
     assert told("avx2", "avx2") == told("avx512", other)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("shape", "quantization", "has_int10", "is_wide"),
     [
@@ -202,7 +202,7 @@ def test_tokens_of_a_program_are_those_that_torch_computes(tiny_gpt2: Path, monk
     assert by_programs == texts()
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(3)
 @both_dtypes
 @pytest.mark.parametrize("shape", ["GPT-2", "Gemma 3, past its window", "OPT 350M's layout"])
 @pytest.mark.parametrize("rows", [[], [0], [13], [2, 3, 9], list(range(14))])

@@ -253,7 +253,7 @@ def test_int8_is_near_the_product() -> None:
     assert torch.equal(linear(x, residual), expected)
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_in", "num_out"), ODD_SIZES)
 def test_the_kernel_has_the_bits_of_the_definition(kind: Kind, dtype: torch.dtype, num_in: int, num_out: int) -> None:
@@ -286,6 +286,7 @@ def test_the_kernel_has_the_bits_of_the_definition_whatever_the_shape(kind: Kind
     assert torch.equal(y, kind.dense(weight, None, None, torch.float32, inputs)(x))
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_the_kernel_activates(kind: Kind, activation: Activation | None) -> None:
     weight, bias, x = torch.randn(70, 96), torch.randn(70), torch.randn(40, 96)
@@ -294,6 +295,7 @@ def test_the_kernel_activates(kind: Kind, activation: Activation | None) -> None
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.some(6)
 @of_both
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_all_variants_give_the_same_bits(activation: Activation | None, bits: int) -> None:
@@ -387,6 +389,7 @@ def test_int10_has_far_smaller_errors_than_int8() -> None:
     assert errors[1] < errors[0] / 3
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("num_in", [2047, 2048, 2049, 4100, 9000])
 def test_long_rows_in_int10_are_summed_in_segments(kind: Kind, num_in: int) -> None:
     if kind.bits == 8:

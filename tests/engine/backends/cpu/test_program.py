@@ -195,7 +195,7 @@ def computed(
     return tensors["out"][:ROWS]
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 @pytest.mark.skipif(
     "avx512" not in native.supported_variants(16), reason="the library is not built, or no AVX-512 here"
 )
@@ -207,7 +207,7 @@ def test_avx2_and_avx512_compute_the_same_bits(name: str, dtype: torch.dtype) ->
         assert torch.equal(by_avx2.view(torch.int16), by_avx512.view(torch.int16)), width
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 @pytest.mark.skipif("avx2" not in native.supported_variants(16), reason="the library is not built, or no AVX2 here")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)

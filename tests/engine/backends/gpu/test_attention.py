@@ -42,7 +42,7 @@ DEVICE = torch.device("cpu" if os.environ.items() >= INTERPRETED.items() else "c
 PIECE = 64
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LIMIT_S = 1700
-NUM_TESTS, NUM_FAST = 100, 20
+NUM_TESTS, NUM_FAST = 100, 16
 """At least so many are interpreted, and so many where no slow ones run: a mark or a name that is lost is seen."""
 
 Data = TypeVar("Data", bound=Any)
@@ -230,6 +230,7 @@ def test_bits_do_not_depend_on_neighbours_chunks_pieces_or_blocks(dtype: torch.d
         assert torch.equal(cached.attend(backend, [(0, 1, kv_len)])[0][0], whole[kv_len - 71]), kv_len
 
 
+@pytest.mark.slow
 @interpreted
 def test_bits_do_not_depend_on_the_longest_context_that_the_host_knows_of() -> None:
     """A CUDA graph is recorded for the longest there may be; its rows of padding are sequences without a slot."""

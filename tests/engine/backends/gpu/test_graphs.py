@@ -192,6 +192,7 @@ def test_with_recorded_draws_and_counts_of_the_device_every_answer_has_the_same_
     assert sampler.counts.words is None, "all have ended"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("change", ["token_ids_T", "positions_T", "slots_T", "kv_lens_S", "block_tables_SN"])
 def test_an_input_of_another_step_would_be_seen(change: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the test above might compare what depends on nothing."""
@@ -482,6 +483,7 @@ class Launches:
         return launch
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in SHAPES]
 )

@@ -97,6 +97,7 @@ class Products:
         return multiply(x.to(DEVICE), self.weight.to(DEVICE), its_bias, on_device, dtype, its_scales).cpu()
 
 
+@pytest.mark.slow
 @interpreted
 @by_dtype
 def test_each_pair_is_multiplied_with_its_expert(dtype: torch.dtype) -> None:

@@ -73,7 +73,7 @@ WINDOWED = AttentionSpec(num_heads=4, num_kv_heads=4, head_size=16, scale=0.25, 
 plain_and_all = pytest.mark.parametrize("features", [(), FEATURES], ids=feature_id)
 
 
-@pytest.mark.some(22)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("features", FEATURE_SETS, ids=feature_id)
 @pytest.mark.parametrize("spec", [MHA, GQA, MQA, WINDOWED], ids=["mha", "gqa", "mqa", "window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

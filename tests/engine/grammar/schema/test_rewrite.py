@@ -34,6 +34,7 @@ OF_A = {"type": "object", "properties": {"a": NULL}}
 OF_B = {"properties": {"b": NULL}}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("schema", "refused", "allowed"),
     [

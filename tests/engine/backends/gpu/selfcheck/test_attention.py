@@ -94,6 +94,7 @@ def test_every_feature_takes_part(dtype: torch.dtype) -> None:
         assert found.startswith("it differs from 'reference' by ")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("window", "max_model_len", "is_seen"),
     [(1024, 8192, True), (1024, 1100, True), (4096, 4200, True), (1024, 1024, False), (40_000, 60_000, False)],
