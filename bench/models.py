@@ -1,4 +1,4 @@
-"""Models to measure with: real shapes of GPT-2 and Llamas and a small mixture of experts, with random weights, and a
+"""Models to measure with: real shapes of GPT-2 and Llamas and small mixtures of experts, with random weights, and a
 tokenizer of their size."""
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ MOE_SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 50257,
     }
 }
-SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES, *MOE_SHAPES)
+_QWEN3_MOE = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384}
+_QWEN3_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8}
+_QWEN3_MOE |= {"vocab_size": 50257, "max_position_embeddings": 4096}
+QWEN3_MOE_SHAPES: dict[str, dict[str, int]] = {  # Qwen3-30B-A3B with half of its width and a sixth of its layers
+    "qwen3-moe-64": _QWEN3_MOE | {"num_experts": 64},
+    "qwen3-moe-128": _QWEN3_MOE | {"num_experts": 128},
+}
+SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES, *MOE_SHAPES, *QWEN3_MOE_SHAPES)
 
 
 @contextmanager
@@ -72,13 +79,15 @@ def write_model(folder: Path, shape: str) -> Any:
 
     GPT-2 is in fp32, others in bf16, as they were published. A GPU draws the weights where there is one.
     """
-    from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig
+    from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
     torch.manual_seed(0)
     if shape in GPT2_SHAPES:
         config, dtype = GPT2Config(**GPT2_SHAPES[shape]), torch.float32
     elif shape in MOE_SHAPES:
         config, dtype = GptOssConfig(**MOE_SHAPES[shape], head_dim=64), torch.bfloat16
+    elif shape in QWEN3_MOE_SHAPES:
+        config, dtype = Qwen3MoeConfig(**QWEN3_MOE_SHAPES[shape], norm_topk_prob=True), torch.bfloat16
     else:
         fields = dict(zip(_LLAMA_NAMES, LLAMA_SHAPES[shape], strict=True))
         rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}

@@ -264,22 +264,28 @@ def _sampler(ll: Any, work: Work, seed: int) -> Any:
 
 
 def write_gguf(folder: Path, path: Path, type_name: str) -> None:
-    """Write a GPT-2 or a Llama of transformers as GGUF, without a vocabulary."""
+    """Write a GPT-2, a Llama or a mixture of Qwen3's of transformers as GGUF, without a vocabulary."""
     import gguf
+    import torch
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    if (family := config["model_type"]) not in ("gpt2", "llama"):
-        raise ValueError(f"llama.cpp is measured with GPT-2's and Llama's shapes alone, got {family!r}")
+    if (family := config["model_type"]) not in _GGUF_FIELDS:
+        raise ValueError(f"llama.cpp is measured with models of {', '.join(_GGUF_FIELDS)} alone, got {family!r}")
     kind = gguf.GGMLQuantizationType[type_name]
-    writer = gguf.GGUFWriter(path, family)
-    (_add_gpt2 if family == "gpt2" else _add_llama)(writer, config)
+    arch = getattr(gguf.MODEL_ARCH, family.replace("_", "").upper())
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _GGUF_FIELDS[family](writer, config)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    arch = gguf.MODEL_ARCH.GPT2 if family == "gpt2" else gguf.MODEL_ARCH.LLAMA
     names = gguf.get_tensor_name_map(arch, config["n_layer" if family == "gpt2" else "num_hidden_layers"])
-    heads = {} if family == "gpt2" else {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]} if family == "llama" else {}
+    tensors = load_file(folder / "model.safetensors")
+    for e in range(config.get("num_local_experts", 0)):  # all of a layer are one tensor
+        for name in [name for name in tensors if f".experts.{e}." in name]:
+            tensors.setdefault(name.replace(f".experts.{e}.", ".experts."), []).append(tensors.pop(name))
+    for name, stored in tensors.items():
+        tensor = torch.stack(stored) if isinstance(stored, list) else stored
         new = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
         if family == "gpt2" and tensor.dim() == 2 and ".h." in f".{name}":
             tensor = tensor.T  # Conv1D has its weights the other way round
@@ -287,7 +293,7 @@ def write_gguf(folder: Path, path: Path, type_name: str) -> None:
             if f".{letter}_proj." in name:  # ggml rotates neighbours, transformers the two halves of a head
                 tensor = tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         x = tensor.contiguous().float().numpy()
-        is_wide = tensor.dim() == 2 and "wpe" not in name
+        is_wide = tensor.dim() >= 2 and "wpe" not in name and ".mlp.gate." not in name
         writer.add_tensor(new, gguf.quantize(x, kind) if is_wide else x, raw_dtype=kind if is_wide else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -312,8 +318,21 @@ def _add_llama(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+
+
+def _add_qwen3_moe(writer: Any, config: dict[str, Any]) -> None:
+    _add_llama(writer, config)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+_GGUF_FIELDS = {"gpt2": _add_gpt2, "llama": _add_llama, "qwen3_moe": _add_qwen3_moe}
+"""The families that llama.cpp is measured with."""
 
 
 PEERS: dict[str, Callable[[Path, int], Compute]] = {
