@@ -112,6 +112,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+NO_MODELS = {
+    "adapter_config.json": "holds an adapter and no model; merge it into its base model, and serve that",
+    "params.json": "is in the format of its makers' own code; use its files in the format of transformers",
+}
+"""What a folder without config.json is, by a file in it."""
+
+
 def find_family(model_type: str) -> Family:
     """Return the family of a model_type; raise UnsupportedModelError with the reason if there is none."""
     if model_type in FAMILIES:
@@ -124,7 +131,10 @@ def find_family(model_type: str) -> Family:
 
 
 def read_raw_config(folder: Path) -> RawConfig:
-    """Return the fields of config.json. Raises InvalidConfigError."""
+    """Return the fields of config.json. Raises InvalidConfigError, UnsupportedModelError by NO_MODELS."""
+    for name, why in NO_MODELS.items():
+        if (folder / name).is_file() and not (folder / "config.json").exists():
+            raise UnsupportedModelError(f"{folder} has {name} and no config.json: it {why}")
     return RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
 
 

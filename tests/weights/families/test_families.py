@@ -79,6 +79,21 @@ def test_the_table_of_models_is_that_of_the_families() -> None:
     assert with_table(page) == page
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("adapter_config.json", "it holds an adapter and no model; merge it into its base model, and serve that"),
+        ("params.json", "it is in the format of its makers' own code; use its files in the format of transformers"),
+    ],
+)
+def test_a_folder_without_config_json_is_told_by_another_file(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=f"^{tmp_path} has {name} and no config.json: {reason}$"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(GOOD))
+    assert load_config(tmp_path).model_type == "gpt2"
+
+
 def test_no_model_is_both_served_and_refused() -> None:
     refused = [model_type for model_types in WHY_REFUSED for model_type in model_types]
     assert len(set(refused)) == len(refused)
