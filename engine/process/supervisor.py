@@ -10,12 +10,13 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from gptserve.engine.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
+from gptserve.engine.blame import MAX_CONVICTIONS_IN_A_ROW
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
 from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.process.client import EngineClient, OutputSink
+from gptserve.engine.process.live import LiveRequest
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
@@ -25,21 +26,6 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
 _STABLE_AFTER_S = 60.0  # the death of an idle engine that lived longer begins a new row of restarts
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Live:
-    """A live request, and what is needed to submit it again."""
-
-    request: AnyRequest
-    stream: OutputSink
-    token_ids: list[int] = field(default_factory=list)
-    num_scored_tokens: int = 0
-    blame: Blame = NO_BLAME
-
-    def resumed(self) -> AnyRequest:
-        """Return the request that goes on after the tokens so far."""
-        return self.request.resumed(self.token_ids, self.num_scored_tokens, self.blame)
 
 
 class Supervisor(EngineClient):
@@ -68,7 +54,7 @@ class Supervisor(EngineClient):
         self._client = make_client()
         self._earlier_stats = EngineStats()
         self._num_prompt_tokens = 0
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._is_ready = False
         self._num_restarts_in_a_row = 0
         self._num_convictions_in_a_row = 0
@@ -99,7 +85,7 @@ class Supervisor(EngineClient):
         self._task = asyncio.create_task(self._supervise())
 
     def enqueue(self, requests: Sequence[AnyRequest], sink: OutputSink) -> None:
-        self._live |= {request.request_id: _Live(request, sink) for request in requests}
+        self._live |= {request.request_id: LiveRequest(request, sink) for request in requests}
         self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in requests)
         if self._is_ready:
             self._client.enqueue(requests, self)
@@ -125,10 +111,7 @@ class Supervisor(EngineClient):
         live = self._live.get(output.request_id)
         if live is None:
             return  # closed meanwhile
-        live.token_ids += output.token_ids
-        live.num_scored_tokens += len(output.prompt_logprobs or ())
-        if output.token_ids or output.vector is not None:
-            live.blame = live.blame.step_gave_token()
+        if live.take(output):
             self._num_restarts_in_a_row = self._num_convictions_in_a_row = 0
         if output.finish_reason is not None:
             del self._live[output.request_id]

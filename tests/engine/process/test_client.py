@@ -13,6 +13,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, EngineStartError, InvalidRequestError, QueueFullError
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.process.factory import load_engine
+from gptserve.engine.process.fleet_client import FleetClient
 from gptserve.engine.process.loop import EngineFactory
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
@@ -34,6 +35,7 @@ from tests.engine.client_harness import (
     started,
     until_idle,
 )
+from tests.engine.process.local_fleet import LocalFleet
 
 
 def supervise(factory: EngineFactory) -> Supervisor:
@@ -42,14 +44,19 @@ def supervise(factory: EngineFactory) -> Supervisor:
     return Supervisor(client, max_restarts=0, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
 
 
-@pytest.fixture(params=[pytest.param(ProcessClient, marks=pytest.mark.slow), ThreadClient, supervise])
+def join_fleet(factory: EngineFactory) -> FleetClient:
+    """Return the client of a fleet of one replica that is not replaced."""
+    return FleetClient(LocalFleet(factory))
+
+
+@pytest.fixture(params=[pytest.param(ProcessClient, marks=pytest.mark.slow), ThreadClient, supervise, join_fleet])
 def make_client(request: pytest.FixtureRequest, gate: Gate) -> MakeClient:
     return lambda **options: request.param(functools.partial(fake.load, gate.path, **options))
 
 
 in_a_thread_first = pytest.mark.parametrize(
     "make_client",
-    [ThreadClient, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ProcessClient, supervise))],
+    [ThreadClient, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ProcessClient, supervise, join_fleet))],
     indirect=True,
 )
 """For what does not depend on where the engine runs."""
@@ -301,7 +308,7 @@ def test_close_ends_a_start_under_way(make_client: MakeClient, gate: Gate) -> No
         with pytest.raises(EngineDiedError, match="not been started"):
             client.submit([make_request("a")])
         closing = asyncio.create_task(client.close())
-        if isinstance(client, ThreadClient):
+        if isinstance(client, ThreadClient | FleetClient):
             gate.open()  # a thread cannot be killed
         await closing
         with pytest.raises(EngineStartError, match="the engine was closed"):
