@@ -14,32 +14,26 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
-from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.process.client import EngineClient
 from gptserve.engine.process.garbage import without_collections
-from gptserve.engine.process.process_client import ProcessClient
-from gptserve.engine.process.supervisor import Supervisor
-from gptserve.engine.process.thread_client import ThreadClient
-from gptserve.engine.request import SamplingParams
 from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.batches.store import BatchStore, BatchStoreError
 from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.lifecycle import Lifecycle
-from gptserve.server.core.logs import load_logging_engine
 from gptserve.server.core.settings import ServerSettings
 from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.files.store import FileStore, FileStoreError
 from gptserve.server.jobs.store import JobStoreError
+from gptserve.server.parts import StartError as StartError
+from gptserve.server.parts import make_app, make_engine
 from gptserve.server.stores import make_store, place_of
-from gptserve.weights.generation import load_sampling_defaults
-from gptserve.weights.source import Download, fetch_model, local_model, model_name
+from gptserve.weights.source import Download, fetch_model, local_model
 
 if TYPE_CHECKING:  # they import the web framework
     from fastapi import FastAPI
@@ -59,10 +53,6 @@ CLOSING_LIMIT_S = 20  # for all that follows draining: the two above, the engine
 HURRIED_LIMIT_S = 5  # the same after a second signal; only a hung disk or thread takes longer
 
 logger = logging.getLogger(__name__)
-
-
-class StartError(Exception):
-    """The server cannot start; the message is the cause in one sentence."""
 
 
 def serve(settings: ServerSettings) -> int:
@@ -258,25 +248,11 @@ class ServingProcess:
         Imports the web framework and opens the tokenizer, in a thread: this takes as long as to load a small model.
         """
         with without_collections():
-            from gptserve.server.app import create_app
-            from gptserve.server.completions.app_options import AppOptions
-            from gptserve.server.completions.model import ModelRegistry
-            from gptserve.server.completions.model_folder import load_model
             from gptserve.server.operations.banner import log_banner
 
-        settings = self._settings
-        names = settings.own_names or (model_name(settings.model),)
-        self._model = model = load_model(folder, engine, names, settings, *sampling_defaults(settings, folder))
-        if settings.otlp_traces_endpoint is not None:
-            from gptserve.server.operations.tracing import Tracing
-
-            try:
-                self._tracing = Tracing(settings.otlp_traces_endpoint)
-            except ValueError as error:  # of the library's own variables
-                raise StartError(f"otlp-traces-endpoint: {error}") from error
-        options, stores = AppOptions(settings, tracing=self._tracing), (self._file_store, self._batch_store)
-        app = create_app(ModelRegistry(model), options, self._store, *stores)
-        return app, partial(log_banner, model, settings)
+        stores = self._store, self._file_store, self._batch_store
+        app, self._model, self._tracing = make_app(self._settings, engine, folder, *stores)
+        return app, partial(log_banner, self._model, self._settings)
 
     async def _serve(self, jobs: BackgroundJobs, lifecycle: Lifecycle) -> int:
         server, serving, engine = self._http, self._serving, self._engine
@@ -312,36 +288,6 @@ class ServingProcess:
         await _first(idle, self._told_twice.wait(), engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))
-
-
-def make_engine(settings: ServerSettings, folder: Path) -> EngineClient:
-    """Return the engine of these settings, which has not been started."""
-    config = replace(settings.engine, model_dir=folder)
-    factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
-    if settings.in_process:
-        return ThreadClient(factory)
-    return Supervisor(
-        partial(ProcessClient, factory),
-        max_restarts=settings.max_engine_restarts,
-        stall_limit_s=settings.engine_stall_timeout_s,
-        load_limit_s=settings.engine_load_timeout_s,
-    )
-
-
-def sampling_defaults(settings: ServerSettings, folder: Path) -> tuple[dict[str, float], int | None]:
-    """Return the model's sampling parameters and its limit of an answer in a chat. Raises StartError, WeightsError."""
-    if settings.generation_config == "none":
-        return {}, None
-    defaults = load_sampling_defaults(folder)
-    shown = " ".join(f"{name}={value:g}" for name, value in defaults.items())
-    max_new_tokens = defaults.pop("max_new_tokens", None)
-    try:
-        SamplingParams(max_tokens=int(max_new_tokens or 1), **defaults)  # type: ignore[arg-type]
-    except InvalidRequestError as error:
-        raise StartError(f"generation_config.json: {error}; start with --generation-config none") from error
-    if shown:
-        logger.info("sampling defaults of the model: %s (--generation-config none turns them off)", shown)
-    return defaults, None if max_new_tokens is None else int(max_new_tokens)
 
 
 def _bind(host: str, port: int) -> socket.socket:

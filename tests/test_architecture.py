@@ -229,7 +229,7 @@ def test_only_the_command_line_reads_settings_from_the_environment() -> None:
         "weights/gguf/folder.py",  # the cache, as huggingface_hub finds its own
         "weights/workers.py",  # which part of it a worker gets
     }
-    assert readers == {"server/cli/main.py", *of_processes}
+    assert readers == {"server/cli/main.py", "server/cluster/ray_app.py", *of_processes}
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 async def _run(settings: ServerSettings, lines: BinaryIO, results: BinaryIO) -> tuple[int, int]:
-    from gptserve.server.serve import make_engine, sampling_defaults
+    from gptserve.server.parts import make_engine, sampling_defaults
     from gptserve.weights.source import Download, fetch_model, local_model, model_name
 
     folder = local_model(settings.model, settings.revision)

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 MAIN = "import sys; from gptserve.server.cli.main import main; main(sys.argv[1:])"
 MORTAL = """
 import sys
-import gptserve.server.serve
+import gptserve.server.parts
 from tests.engine import mortal_engine
 from gptserve.server.cli.main import main
-gptserve.server.serve.load_logging_engine = mortal_engine.load_in_server
+gptserve.server.parts.load_logging_engine = mortal_engine.load_in_server
 main(sys.argv[1:])
 """
 """A server whose engine POISON kills, and that the gate named in its environment holds."""
