@@ -54,7 +54,7 @@ _FIRST_LAYERS, _FIRST_SHARE = 3, 4
 """The first layers, up to 3 and one in 4, are in int10 or keep their dtype: later layers amplify their errors."""
 _BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
 """Of a weight's element; GROUPED has the others."""
-GROUPED: tuple[WeightType, ...] = ("int4", "int8_groups")
+GROUPED: tuple[WeightType, ...] = ("int4", "int5", "int8_groups")
 """The types that are codes in groups, which the quantization int4 uses."""
 OF_STREAM = ("qkv", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
@@ -91,7 +91,9 @@ def weight_type_of(linear: str, num_layers: int, quantization: Quantization | No
     if quantization is None or parts[-1] not in _QUANTIZED:
         return None
     if quantization == "int4":
-        return "int4" if parts[0] == "blocks" else "int8_groups"
+        if parts[0] != "blocks":
+            return "int8_groups"
+        return "int5" if parts[-1] == "qkv" else "int4"
     num_first = min(_FIRST_LAYERS, num_layers // _FIRST_SHARE)
     is_first = parts[0] == "blocks" and int(parts[1]) < num_first
     if not is_first or "experts" in parts:  # which are most of their model
@@ -103,7 +105,7 @@ def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
     """Return the codes of one of GROUPED with rows of num_in: least values, with sub-scales where super groups fit."""
     if weight_type == "int8_groups":
         return CodeFormat(8, "scales")
-    return CodeFormat(4, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
+    return CodeFormat(4 if weight_type == "int4" else 5, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
 
 
 def keeps_codes(config: EngineConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -134,12 +135,14 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
 class ProductOptions:
     """What some products take: torch's multiplies `call_rows` rows a call.
 
-    Of a quantized weight the columns `exact_inputs`, int64 and ascending, are not quantized. Our own products keep the
-    weight in `memory`, or in memory of its own.
+    Of a quantized weight the columns `exact_inputs`, int64 and ascending, are not quantized. Codes in groups have small
+    errors where the means of inputs' squares, fp32 [in], are large. Our own products keep the weight in `memory`, or in
+    memory of its own.
     """
 
     call_rows: int | None = None
     exact_inputs: Tensor | None = None
+    squares: Tensor | None = None
     memory: HugePages | None = None
 
 
@@ -161,7 +164,7 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
         case "native_coded":
             assert weight_type is not None
             its = group_format(weight_type, weight.shape[1])
-            return NativeInt4Linear(weight, its, *others, affine.out_dtype, memory=memory)
+            return NativeInt4Linear(weight, its, *others, affine.out_dtype, memory=memory, squares=options.squares)
         case "native_int8":
             return NativeInt8Linear(*terms, affine.out_dtype, exact_inputs=exact, memory=memory)
         case "native_int10":
@@ -179,7 +182,8 @@ class Linears:
 
     `quantization` is that of a model of num_layers layers: memory.py says what becomes of each weight. Columns of
     outlier channels are not quantized in the linears that take the residual stream. Our own products keep their weights
-    in `memory`; torch's of the shapes (in, out) in call_rows multiply so many rows a call.
+    in `memory`; torch's of the shapes (in, out) in call_rows multiply so many rows a call. `squares` has the means of
+    the squares of the inputs of linears, by their canonical names.
     """
 
     def __init__(
@@ -188,7 +192,9 @@ class Linears:
         num_layers: int = 0,
         memory: HugePages | None = None,
         call_rows: Mapping[tuple[int, int], int] | None = None,
+        squares: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
+        self._squares = squares
         self._quantization, self._num_layers = quantization, num_layers
         self._memory, self._call_rows = memory or HugePages(), call_rows or {}
         self._large_channels: Tensor | None = None
@@ -201,7 +207,9 @@ class Linears:
         weight_type = weight_type_of(name, self._num_layers, self._quantization)
         exact_inputs = self._large_channels if name.rpartition(".")[2] in OF_STREAM else None
         num_out, num_in = affine.weight.shape
-        options = ProductOptions(self._call_rows.get((num_in, num_out)), exact_inputs, self._memory)
+        options = ProductOptions(
+            self._call_rows.get((num_in, num_out)), exact_inputs, self._squares.get(name), self._memory
+        )
         return make_linear(affine, weight_type, options)
 
     def rows_of(self, linear: Linear) -> Rows | None:

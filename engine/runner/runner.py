@@ -33,9 +33,9 @@ from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.batch_invariance import check_model
 from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, sample_numbers
 from gptserve.engine.runner.hardware import set_num_threads
-from gptserve.engine.runner.memory_ahead import take_populated
+from gptserve.engine.runner.input_squares import linears_of
 from gptserve.engine.runner.pooling import pool_all
-from gptserve.engine.runner.products import Linears, Product, product_of
+from gptserve.engine.runner.products import Product, product_of
 from gptserve.engine.runner.program_steps import program_steps
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, begin_sampling
@@ -44,7 +44,6 @@ from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.runner.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.runner.step_threads import StepWork, num_step_threads
 from gptserve.engine.staging import begin_wait
-from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
 
@@ -104,7 +103,7 @@ class ModelRunner:
         self._ranks = None if start is None else start(self.device)
         with torch.inference_mode():
             group = None if self._ranks is None else self._ranks.group
-            linears = Linears(config.requantization, whole.num_layers, HugePages(take_populated()), products.call_rows)
+            linears = linears_of(config, setup, whole.num_layers, progress)
             self._decoder = Decoder(
                 self._model, setup.stream(progress), backend, linears, group, operations, native_decoder
             )

@@ -15,6 +15,7 @@ from gptserve.engine.runner.memory import (
     GROUPED,
     available_memory_bytes,
     cache_capacity,
+    group_format,
     held_weights,
     kv_bytes_per_token,
     linear_bytes,
@@ -28,6 +29,7 @@ from gptserve.engine.runner.memory import (
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import RawConfig
+from gptserve.weights.quantized.coded import CodeFormat
 from tests.engine.model.small_shape import BLOCK_BYTES, MODEL
 from tests.weights.families.known import KNOWN, gpt2, llama3
 
@@ -74,10 +76,15 @@ def test_the_first_layers_have_more_bits(first: str | None, monkeypatch: pytest.
     assert weight_types(None) == (None,)
 
 
-def test_int4_has_groups_in_4_bits_in_layers_and_in_8_bits_elsewhere() -> None:
-    names = ["blocks.0.qkv", "blocks.11.ffn_down", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed"]
+def test_int4_has_groups_in_4_and_5_bits_in_layers_and_in_8_bits_elsewhere() -> None:
+    names = ["blocks.0.attn_out", "blocks.11.ffn_down", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed"]
     found = [weight_type_of(name, 12, "int4") for name in names]
     assert found == ["int4", "int4", "int4", None, "int8_groups", None]
+    assert weight_type_of("blocks.11.qkv", 12, "int4") == "int5"
+    assert [group_format("int5", width) for width in (512, 576)] == [
+        CodeFormat(5, "scales and leasts", 32),
+        CodeFormat(5, "scales and leasts"),
+    ]
     assert set(weight_types("int4")) == {*GROUPED, None}
     assert width_without_groups(read(gpt2(768, 12, 12))) is None
     assert width_without_groups(read(gpt2(80, 2, 2))) == 80
