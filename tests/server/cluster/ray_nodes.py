@@ -92,6 +92,12 @@ class RayNodes:
                 return
         raise AssertionError(f"the driver ended and was told to {order}")
 
+    def heal(self, deployment: str, num_replicas: int) -> None:
+        """Wait until all replicas of a deployment run again; one that was killed is gone by then."""
+        while len(self.replicas(deployment)) < num_replicas:
+            time.sleep(0.2)
+        self.tell("start")
+
     def processes(self, title: str = "") -> list[psutil.Process]:
         """Return the processes of this cluster whose titles have this part."""
         found = []
@@ -140,7 +146,7 @@ def main(num_nodes: int, configuration: dict[str, Any]) -> None:
 
     for line in sys.stdin:
         match line.strip():
-            case "start" | "heal":
+            case "start":
                 while not is_whole():
                     time.sleep(0.2)
             case "lose a node":

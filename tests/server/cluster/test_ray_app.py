@@ -118,8 +118,8 @@ def test_streams_go_on_whatever_is_killed(nodes: RayNodes) -> None:
         nodes.replicas(deployment)[0].kill()
 
     check(read_all(Reader(nodes.url, len(BODIES), lambda: kill("Engine"))), undisturbed)
-    nodes.tell("heal")
+    nodes.heal("Engine", 2)
     keys = [f"key-{i}" for i in range(len(BODIES))]
     check(read_all(Reader(nodes.url, len(BODIES), lambda: kill("Ingress")), keys), undisturbed)
-    nodes.tell("heal")
+    nodes.heal("Ingress", 2)
     check(read_all(Reader(nodes.url, len(BODIES), lambda: nodes.tell("lose a node"))), undisturbed)
