@@ -76,6 +76,7 @@ ALWAYS = {
     "float32": ("drafts while preempted",),
     "bfloat16": ("two threads", "drafts, one at a time"),
     "int8": ("a batch of 64",),
+    "int4": ("a batch of 64",),
     "Q4_K_M": ("a batch of 64",),
     "int8 KV cache": ("drafts while preempted",),
 }
@@ -127,7 +128,9 @@ def numbers(kind: str) -> dict[str, Any]:
         return {"dtype": "bfloat16"}
     if kind == "int8 KV cache":
         return {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
-    return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind.removeprefix("eager ")}
+    if kind in ("int8", "int4"):
+        return {"dtype": "bfloat16", "quantization": kind}
+    return {"dtype": kind.removeprefix("eager ")}
 
 
 @pytest.fixture
