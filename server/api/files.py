@@ -25,7 +25,11 @@ from gptserve.server.schemas.openapi import error_responses
 
 _PATH = "/v1/files"
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-_PURPOSE = {"name": "purpose", "in": "query", "schema": {"enum": list(get_args(Purpose))}}
+_PURPOSES = (
+    *get_args(Purpose),
+    *("assistants", "assistants_output", "evals", "fine-tune", "fine-tune-results", "user_data", "vision"),
+)  # OpenAI's; there are files of the first two
+_PURPOSE = {"name": "purpose", "in": "query", "schema": {"enum": list(_PURPOSES)}}
 _MIN_KEPT_S, _MAX_KEPT_S = 3600, 30 * 24 * 3600
 _MAX_FORM_BYTES = 2**16  # beside the file: more parts and headers are refused as they come
 _FORM = {
@@ -110,6 +114,9 @@ class _Routes:
     async def list_files(self, request: Request) -> Response:
         """List the files of a key."""
         purpose = request.query_params.get("purpose")
+        if purpose not in (None, *_PURPOSES):
+            message = f"purpose must be one of {', '.join(_PURPOSES)}, got {show(purpose)}"
+            raise ServiceError("invalid_value", message, param="purpose")
         listed = self._files.list_files(owner_of(request), purpose)
         page, has_more = page_of(request, listed, lambda record: record.file_id, most=MAX_FILES, default=MAX_FILES)
         return await self._service.in_thread(_list_response, page, has_more)

@@ -38,7 +38,7 @@ main(sys.argv[1:])
 
 
 def test_batches_survive_kills_and_a_full_disk_with_the_same_answers(tmp_path: Path) -> None:
-    found = asyncio.run(batch_chaos.run(tmp_path, num_lines=600, num_engines=2, num_servers=2, seed=0))
+    found = asyncio.run(batch_chaos.run(tmp_path, num_lines=900, num_engines=2, num_servers=2, seed=0))
 
     assert found.wrong == []
     assert found.events == Counter(engine=2, server=2, disk=2)

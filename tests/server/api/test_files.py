@@ -41,6 +41,7 @@ def test_openais_client_uploads_lists_reads_and_deletes(serve: Serve) -> None:
         assert [file.id for file in client.files.list()] == [again.id, made.id]
         assert [file.id for file in client.files.list(limit=1, order="asc")] == [made.id, again.id], "page by page"
         assert client.files.list(purpose="batch_output").data == []
+        assert client.files.list(purpose="fine-tune").data == []  # OpenAI's, which no file here has
         assert client.files.content(made.id).read() == DATA
         assert server.metric("gptserve_files_bytes") == len(DATA) + 1
         assert client.files.delete(made.id).deleted
@@ -97,6 +98,14 @@ def test_a_form_is_checked(make_api: MakeApi, form: dict[str, str], param: str, 
 )
 def test_a_page_is_checked(refusing_api: Api, query: str, param: str) -> None:
     assert refusal(refusing_api.get(f"/v1/files?{query}"))[:3] == (400, "invalid_value", param)
+
+
+def test_only_openais_purposes_are_listed(refusing_api: Api) -> None:
+    says = (
+        "purpose must be one of batch, batch_output, assistants, assistants_output, evals, fine-tune, "
+        "fine-tune-results, user_data, vision, got 'null'"
+    )
+    assert refusal(refusing_api.get("/v1/files?purpose=null&purpose=null")) == (400, "invalid_value", "purpose", says)
 
 
 def test_other_bodies_and_pages_of_others_are_refused(make_api: MakeApi) -> None:
