@@ -1,4 +1,4 @@
-"""Weights that become codes of 4 or 8 bits in groups while they load, and rows of such a weight.
+"""Weights that become codes of 4, 5 or 8 bits in groups while they load, and rows of such a weight.
 
 weights/quantized/coded.py says what codes are, csrc/groups.cpp multiplies with them. runner/memory.py says which
 weights become what.

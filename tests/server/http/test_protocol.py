@@ -50,13 +50,12 @@ def exchange(server: LiveServer, parts: Iterable[bytes]) -> bytes:
     """Send the parts until the server hangs up and return what it said."""
     answer = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for part in parts:
                 client.sendall(part)
+        with contextlib.suppress(ConnectionResetError):  # what came before the server hung up is there to read
             while received := client.recv(65536):
                 answer += received
-        except (BrokenPipeError, ConnectionResetError):
-            pass
     return answer
 
 
@@ -240,12 +239,19 @@ def test_a_client_that_hangs_up_ends_the_first_request_of_its_pipeline(serve: Ca
     server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
 
 
-@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"4000\r\n" + b"x" * 0x4000 + b"\r\n"], ids=["tiny", "large"])
-def test_a_body_that_nobody_reads_is_bounded(serve: Callable[..., LiveServer], chunk: bytes) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "statuses"),
+    [(b"1\r\nx\r\n", {b"404", b"400"}), (b"4000\r\n" + b"x" * 0x4000 + b"\r\n", {b"404"})],
+    ids=["tiny", "large"],
+)
+def test_a_body_that_nobody_reads_is_bounded(
+    serve: Callable[..., LiveServer], chunk: bytes, statuses: set[bytes]
+) -> None:
+    """So many tiny chunks are refused, if that is noticed before the answer."""
     server = serve(FakeEngineClient(), protocol=Patient)
     head = b"POST /nowhere HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = exchange(server, [head, *[chunk * (ONE_MEGABYTE // len(chunk))] * 64])
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 404 ")  # the reset may take the answer along
+    assert answer[9:12] in {*statuses, b""}  # the reset may take the answer along
 
 
 @pytest.mark.parametrize(("num_chunks", "is_taken"), [(8000, True), (9000, False)])
