@@ -82,6 +82,7 @@ WITH_TORCH = {
     "gptserve.engine.runner.batch_invariance",
     "gptserve.engine.runner.fingerprint",
     "gptserve.engine.runner.hardware",
+    "gptserve.engine.runner.input_squares",
     "gptserve.engine.runner.kv_cache",
     "gptserve.engine.runner.logprobs",
     "gptserve.engine.runner.overlap",
