@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from gptserve.server.batches.store import BatchRecord, BatchStore, BatchStoreErr
 from gptserve.server.batches.work import endpoints_of
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError, show, shutting_down
+from gptserve.server.core.ids import new_id
 from gptserve.server.files.files import FileLimits, Files
 
 WINDOW_S = 24 * 3600
@@ -103,7 +103,7 @@ class Batches:
         if len(unfinished) >= MAX_UNFINISHED or own >= share:
             message = f"at most {MAX_UNFINISHED} batches may run or wait, and of a key {share}: {own} of yours do"
             raise ServiceError("too_many_kept", message, retry_after_s=1)
-        now, batch_id = int(self._clock()), f"batch_{uuid.uuid4().hex}"
+        now, batch_id = int(self._clock()), new_id("batch_")
         record = BatchRecord(batch_id, owner, endpoint, input_file_id, now, now + WINDOW_S, metadata, output_kept_s)
         batch = self._batches[batch_id] = KeptBatch(record)
         try:

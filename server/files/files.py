@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.ids import new_id
 from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent, Purpose
 
 PIECE_BYTES = 2**18  # of a file, read or written at once
@@ -139,7 +139,7 @@ class Files:
         num[owner] += 1
         try:
             self._check_number(owner)
-            async with self.writing(owner, f"file-{uuid.uuid4().hex}") as upload:
+            async with self.writing(owner, new_id("file-")) as upload:
                 upload.max_bytes = self._limits.max_file_bytes
                 yield upload
         finally:

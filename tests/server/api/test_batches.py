@@ -244,6 +244,18 @@ def test_the_next_server_goes_on_after_the_last_result(serve: Serve, tmp_path: P
     assert [*(tmp_path / "batches").glob("*.results")] == []
 
 
+def test_what_began_within_a_second_is_listed_in_its_order_after_a_restart_too(serve: Serve, tmp_path: Path) -> None:
+    def listed(client: openai.OpenAI) -> list[list[str]]:
+        return [[one.id for one in client.batches.list()], [one.id for one in client.files.list(purpose="batch")]]
+
+    with LiveServer(FakeEngineClient(), state_dir=tmp_path).running() as first, sync_client(first) as client:
+        begun = [begin(client, line("a")) for _ in range(8)]
+        before = listed(client)
+        assert before == [[batch.id for batch in begun[::-1]], [batch.input_file_id for batch in begun[::-1]]]
+    with sync_client(serve(FakeEngineClient(), state_dir=tmp_path)) as client:
+        assert listed(client) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_there", [True, False])
 def test_an_input_that_expires_is_kept_for_its_batch_over_a_restart(
