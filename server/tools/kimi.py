@@ -10,7 +10,8 @@ import re
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.json_call import read_object
 from gptserve.server.tools.parts import Parts
-from gptserve.server.tools.tape import Steps, Tape, drop
+from gptserve.server.tools.sections import Marks, read_sections
+from gptserve.server.tools.tape import Steps, Tape
 from gptserve.server.tools.values import Tools
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -20,18 +21,7 @@ _ID = re.compile(r"(?:functions\.)?([a-zA-Z0-9_.-]{1,128})(?::[0-9]{1,9})?")
 
 
 def _read(tape: Tape, parts: Parts, _tools: Tools) -> Steps[None]:
-    while (yield from tape.pass_until((BEGIN,), parts.add_text)):
-        tape.keep()
-        yield from tape.skip_space()
-        num_before = parts.num_calls
-        while (yield from tape.accept(CALL)) and (yield from _read_call(tape, parts)):
-            if (yield from tape.pass_until((CALL_END, CALL, END), drop)) != CALL_END:
-                break
-            yield from tape.skip_space()
-        if parts.num_calls == num_before:
-            parts.add_text(BEGIN + tape.kept())
-        elif (yield from tape.accept(END)):
-            yield from tape.skip_space()
+    yield from read_sections(tape, parts, Marks(BEGIN, END, CALL, CALL_END), _read_call)
 
 
 def _read_call(tape: Tape, parts: Parts) -> Steps[bool]:
