@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
-from operator import add
+from operator import add, sub
 from typing import Any
 
 _NUM_GAUGES = 4
@@ -45,6 +45,15 @@ class EngineStats:
         """Return these gauges, with the totals of this engine and the earlier one added."""
         totals = [f.name for f in fields(self)][_NUM_GAUGES:]
         return replace(self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in totals})
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """Return these gauges, and what the engine counted after an earlier moment of its own."""
+        totals = [f.name for f in fields(self)][_NUM_GAUGES:]
+        return replace(self, **{name: _difference(getattr(self, name), getattr(earlier, name)) for name in totals})
+
+
+def _difference(total: Any, earlier: Any) -> Any:
+    return tuple(map(sub, total, earlier)) if isinstance(total, tuple) else total - earlier
 
 
 def _sum(total: Any, earlier: Any) -> Any:

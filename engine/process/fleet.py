@@ -49,6 +49,12 @@ class Fleet(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Tell all replicas to stop computing these requests."""
 
+    def watch(self) -> AsyncGenerator[Sequence[Computed]]:
+        """Tell again and again what all replicas do, each by a message without outputs, and let them know this client.
+
+        A replica that is missing is gone, or silent.
+        """
+
     async def look(self) -> BlockMap:
         """Return the blocks of any one replica. Raises ReplicaLostError."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,7 +23,7 @@ from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 5.0
-_GAUGES = ("num_running", "num_waiting", "num_used_blocks", "num_cached_blocks")
+_REQUESTS, _BLOCKS = ("num_running", "num_waiting"), ("num_used_blocks", "num_cached_blocks")
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +69,28 @@ class FleetClient(EngineClient):
         self._live: dict[str, LiveRequest] = {}
         self._names: dict[str, str] = {}
         self._attempts: dict[str, _Attempt] = {}
-        self._readers: dict[str, set[_Attempt]] = defaultdict(set)
+        self._readers: dict[str, set[_Attempt]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stats: dict[str, EngineStats] = {}
+        self._latest: dict[str, EngineStats] = {}
+        self._totals = EngineStats()
         self._num_attempts = 0
 
     @property
     def stats(self) -> EngineStats:
-        """The sum over all replicas that answered, each as of its latest message."""
-        total = EngineStats()
-        for stats in self._stats.values():
-            sums = {name: getattr(total, name) + getattr(stats, name) for name in _GAUGES}
-            total = replace(stats.after(total), **sums)
-        return total
+        """What replicas do, each as of its latest message: the requests of all, and the blocks of one on the average.
+
+        Totals are what they counted since their first messages. A request that no replica has yet is a waiting one.
+        """
+        latest = self._latest.values()
+        gauges = {name: sum(getattr(stats, name) for stats in latest) for name in (*_REQUESTS, *_BLOCKS)}
+        gauges |= {name: gauges[name] // max(len(latest), 1) for name in _BLOCKS}
+        gauges["num_waiting"] += len(self._live) - sum(a.replica is not None for a in self._attempts.values())
+        return replace(self._totals, **gauges)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica answers now; until one does, requests wait."""
+        return self.is_alive and bool(self._latest)
 
     async def start(self) -> None:
         if self._death is not None:
@@ -95,6 +103,7 @@ class FleetClient(EngineClient):
         if self._death is not None:
             raise EngineStartError(str(self._death))
         self._info = info
+        self._keep(self._watch())
 
     def enqueue(self, requests: Sequence[AnyRequest], sink: OutputSink) -> None:
         self._live |= {request.request_id: LiveRequest(request, sink) for request in requests}
@@ -132,6 +141,15 @@ class FleetClient(EngineClient):
                 logger.error("the fleet's client failed", exc_info=error)
                 error = EngineDiedError(f"the fleet's client raised {type(error).__name__}", DeathKind.RAISED)
             self._die(error)
+
+    async def _watch(self) -> None:
+        """Learn what replicas do that compute nothing for this client, and which ones are gone."""
+        async with aclosing(self._fleet.watch()) as rounds:
+            async for replicas in rounds:
+                for computed in replicas:
+                    self._note(computed)
+                known = {computed.replica for computed in replicas} | self._readers.keys()
+                self._latest = {replica: stats for replica, stats in self._latest.items() if replica in known}
 
     async def _run(self, request_ids: Sequence[str]) -> None:
         """Have these requests computed to their ends, by one replica after another."""
@@ -182,15 +200,14 @@ class FleetClient(EngineClient):
                 async for computed in stream:
                     if attempt.replica is None:
                         attempt.replica = computed.replica
-                        self._readers[computed.replica].add(attempt)
+                        self._readers.setdefault(computed.replica, set()).add(attempt)
                         if gone := [name for name in names if name not in self._attempts]:
                             self._fleet.abort(gone)  # they were aborted before a replica had them
                     self._take(computed)
         except ReplicaLostError as error:
             self._lose(attempt, error)
         else:
-            self._readers[attempt.replica or ""].discard(attempt)
-            if not self._readers[attempt.replica or ""]:  # the last one brought all that there was
+            if self._leave(attempt):  # the last one brought all that there was
                 self._lose(attempt, ReplicaLostError("a replica ended its streams before the requests had ended"))
 
     def _lose(self, attempt: _Attempt, error: ReplicaLostError) -> None:
@@ -200,15 +217,22 @@ class FleetClient(EngineClient):
         for each in lost:
             each.fail(error)
             self._give_up(list(each.left))
-        if replica is not None:
-            self._readers[replica].discard(attempt)
-            self._stats[replica] = EngineStats().after(self._stats[replica])
+        if self._leave(attempt):
+            self._latest.pop(replica or "", None)
+
+    def _leave(self, attempt: _Attempt) -> bool:
+        """Note that this stream is not read any more; return whether it was the last one of a replica, or of none."""
+        readers = self._readers.get(attempt.replica or "", set())
+        readers.discard(attempt)
+        if not readers:
+            self._readers.pop(attempt.replica or "", None)
+        return not readers
 
     def _take(self, computed: Computed) -> None:
         if computed.fingerprint != self.info.fingerprint:
             reason = f"replica {computed.replica} computes other numbers: {computed.fingerprint}"
             raise EngineDiedError(f"{reason} instead of {self.info.fingerprint}", DeathKind.LOAD)
-        self._stats[computed.replica] = computed.stats
+        self._note(computed)
         for output in computed.outputs:
             if (attempt := self._attempts.get(output.request_id)) is not None:
                 name, request_id = output.request_id, attempt.left[output.request_id]
@@ -216,6 +240,13 @@ class FleetClient(EngineClient):
                 if request_id not in self._live:
                     del self._attempts[name], self._names[request_id]
                     attempt.discard(name)
+
+    def _note(self, computed: Computed) -> None:
+        """Count what a replica has done since its message before this one, unless that one was sent later."""
+        before = self._latest.get(computed.replica, computed.stats)
+        if computed.stats.num_steps >= before.num_steps:
+            self._totals = computed.stats.since(before).after(self._totals)
+            self._latest[computed.replica] = computed.stats
 
     def _push(self, output: TokenOutput) -> None:
         live = self._live[output.request_id]

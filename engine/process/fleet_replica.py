@@ -15,7 +15,7 @@ from gptserve.engine.process.fleet import Computed, ReplicaLostError
 from gptserve.engine.request import TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
 
-LEASE_S = 30.0
+LEASE_S = 12.0
 """A client that is silent for so long is dead, and its requests are aborted."""
 TOUCHES_PER_LEASE = 6
 
@@ -62,6 +62,8 @@ class FleetReplica:
                 if customer.outputs and customer.loss is None:
                     outputs, customer.outputs = tuple(customer.outputs), []
                     yield self._message(outputs)
+            if is_carrier and customer.loss is None:
+                del self._customers[client]  # nothing is left, and nothing is lost: the next call will carry
             await collecting
             if customer.loss is not None:
                 raise ReplicaLostError(customer.loss)
@@ -76,10 +78,11 @@ class FleetReplica:
             for stream in tuple(self._customers[client].streams):
                 stream.abort(request_ids)
 
-    def touch(self, client: str) -> None:
-        """Learn that a client is alive."""
+    def touch(self, client: str) -> Computed:
+        """Learn that a client is alive; return what the engine does."""
         if client in self._customers:
             self._customers[client].seen_at = asyncio.get_running_loop().time()
+        return self._message(())
 
     async def look(self) -> BlockMap:
         """Return the engine's blocks."""

@@ -64,9 +64,9 @@ class Engine:
         """Stop computing these requests."""
         self._replica.abort(client, request_ids)
 
-    async def touch(self, client: str) -> None:
-        """Learn that a client is alive."""
-        self._replica.touch(client)
+    async def touch(self, client: str) -> Computed:
+        """Learn that a client is alive; return what the engine does."""
+        return self._replica.touch(client)
 
     async def look(self) -> BlockMap:
         """Return the engine's blocks."""
@@ -132,7 +132,8 @@ def build(arguments: Mapping[str, object]) -> Application:
     room = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
     router = RequestRouterConfig(request_router_class=PrefixRouter)
     engines = serve.deployment(Engine, max_ongoing_requests=room, request_router_config=router)
-    ingress = serve.deployment(serve.ingress()(Ingress), max_ongoing_requests=room)
+    most = settings.max_connections  # more than wait for engines, so that a full queue is told of, and so is health
+    ingress = serve.deployment(serve.ingress()(Ingress), max_ongoing_requests=most, max_queued_requests=most)
     return ingress.bind(engines.bind(options), options)
 
 

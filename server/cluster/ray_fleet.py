@@ -24,6 +24,7 @@ from gptserve.engine.scheduling.block_map import BlockMap
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
+_TOUCH_S = LEASE_S / TOUCHES_PER_LEASE
 BUSY_PAUSE_S = 0.2  # before a replica without room is asked again; Ray's own pauses are as long
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class RayFleet:
         self._engines = engines
         self._streaming = engines.options(stream=True)
         self._name = uuid.uuid4().hex
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     async def start(self) -> EngineInfo:
         """Wait for a replica and return its description. Raises EngineStartError."""
@@ -44,7 +45,6 @@ class RayFleet:
             info: EngineInfo = await self._engines.describe.remote()
         except (RayError, RayServeException) as error:
             raise EngineStartError(f"no replica answers: {_cause(error)}") from error
-        self._keep(self._touch())
         return info
 
     async def compute(self, requests: Sequence[AnyRequest]) -> AsyncGenerator[Computed]:
@@ -66,6 +66,12 @@ class RayFleet:
         """Tell all replicas to stop computing these requests."""
         self._keep(self._tell("abort", tuple(request_ids)))
 
+    async def watch(self) -> AsyncGenerator[Sequence[Computed]]:
+        """Tell again and again what all replicas do, and keep this client's lease."""
+        while True:
+            yield [answer for answer in await self._tell("touch") if isinstance(answer, Computed)]
+            await asyncio.sleep(_TOUCH_S)
+
     async def look(self) -> BlockMap:
         """Return the blocks of any one replica. Raises ReplicaLostError."""
         try:
@@ -81,23 +87,19 @@ class RayFleet:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _keep(self, work: Coroutine[object, object, None]) -> None:
+    def _keep(self, work: Coroutine[object, object, object]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _touch(self) -> None:
-        while True:
-            await self._tell("touch")
-            await asyncio.sleep(LEASE_S / TOUCHES_PER_LEASE)
-
-    async def _tell(self, method: str, *arguments: object) -> None:
-        """Call a method of all replicas. One that does not hear it forgets this client after the lease."""
+    async def _tell(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of all replicas; return their answers. One that does not hear it forgets this client."""
         try:
             told = self._engines.broadcast(method, self._name, *arguments)
-            await told.results_async(timeout_s=LEASE_S, return_exceptions=True)
+            return await told.results_async(timeout_s=_TOUCH_S, return_exceptions=True)  # type: ignore[no-any-return]
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("not all replicas could be told to %s: %s", method, _cause(error))
+            return []
 
 
 def _cause(error: Exception) -> str:

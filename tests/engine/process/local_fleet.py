@@ -16,12 +16,19 @@ from gptserve.engine.scheduling.block_map import BlockMap
 
 
 class LocalFleet:
-    """Gives each submit to the next replica that was not lost. `num_messages` counts what all have sent."""
+    """Gives each submit to the next replica that was not lost.
+
+    `asked` has it say once what all replicas do, and without `is_open` none takes a request. `num_messages` counts what
+    all have sent.
+    """
 
     def __init__(self, *factories: EngineFactory) -> None:
         self.engines = [ThreadClient(factory) for factory in factories]
         self.replicas = [FleetReplica(engine, str(i)) for i, engine in enumerate(self.engines)]
         self.lost: dict[int, asyncio.Event] = {}
+        self.asked = asyncio.Event()
+        self.is_open = asyncio.Event()
+        self.is_open.set()
         self.num_messages = 0
         self.next = 0
 
@@ -36,6 +43,7 @@ class LocalFleet:
         self.lost[number].set()
 
     async def compute(self, requests: Sequence[AnyRequest]) -> AsyncGenerator[Computed]:
+        await self.is_open.wait()
         alive = [i for i, lost in self.lost.items() if not lost.is_set() and self.engines[i].is_alive]
         if not alive:
             raise await self.engines[0].wait_until_dead()
@@ -59,6 +67,12 @@ class LocalFleet:
                     return
                 self.num_messages += 1
                 yield computed
+
+    async def watch(self) -> AsyncGenerator[Sequence[Computed]]:
+        while True:
+            await self.asked.wait()
+            self.asked.clear()
+            yield [replica.touch("client") for i, replica in enumerate(self.replicas) if not self.lost[i].is_set()]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for replica in self.replicas:

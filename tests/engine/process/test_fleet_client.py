@@ -11,7 +11,7 @@ from gptserve.engine.errors import DeathKind, EngineDiedError
 from gptserve.engine.process.fleet_client import FleetClient
 from gptserve.engine.request import FinishReason
 from tests.engine import fake_step_engine as fake
-from tests.engine.client_harness import Gate, collect, expected, make_request, run, started, until
+from tests.engine.client_harness import ENDLESS, Gate, collect, expected, make_request, run, started, until, until_idle
 from tests.engine.process.local_fleet import LocalFleet
 
 
@@ -93,6 +93,56 @@ def test_a_replica_with_other_numbers_takes_over_nothing(gate: Gate) -> None:
     run(test())
 
 
+def test_nothing_is_kept_of_replicas_that_are_gone(gate: Gate) -> None:
+    async def test() -> None:
+        fleet = make_fleet(gate, 7)
+        async with started(FleetClient(fleet)) as client:
+            assert isinstance(client, FleetClient)
+            stream, num_steps = client.submit([make_request("a", ENDLESS)]), 0
+            for _ in range(6):
+                await until(lambda: bool(client._readers))
+                for _ in range(3):
+                    await anext(stream)
+                [replica] = client._readers
+                assert client.stats.num_running == 1
+                assert client.stats.num_steps > num_steps
+                num_steps = client.stats.num_steps
+                fleet.lose(int(replica))
+                await until(lambda replica=replica: replica not in client._readers)
+            await until(lambda: bool(client._readers))
+            assert len(client._readers) == len(client._latest) == 1
+            stream.abort()
+            fleet.lose(int(next(iter(client._latest))))
+            fleet.asked.set()
+            await until(lambda: not client._latest)
+            assert not client.is_ready
+            assert client.is_alive
+            assert client.stats.num_running == 0
+            assert client.stats.num_steps >= num_steps
+
+    run(test())
+
+
+def test_replicas_tell_what_they_do_for_others(gate: Gate) -> None:
+    async def test() -> None:
+        fleet = make_fleet(gate)
+        async with started(FleetClient(fleet)) as client:
+            strangers = [engine.submit([make_request("a", ENDLESS)]) for engine in fleet.engines]
+            for stream in strangers:
+                await anext(stream)
+            assert not client.is_ready
+            fleet.asked.set()
+            await until(lambda: client.is_ready)
+            assert client.stats.num_running == 2
+            strangers[0].abort()
+            await until_idle(fleet.engines[0])
+            fleet.asked.set()
+            await until(lambda: client.stats.num_running == 1)
+            strangers[1].abort()
+
+    run(test())
+
+
 def test_a_message_of_a_replica_carries_what_all_requests_got_in_a_step(gate: Gate) -> None:
     async def test() -> None:
         fleet = make_fleet(gate, 1)
@@ -102,5 +152,26 @@ def test_a_message_of_a_replica_carries_what_all_requests_got_in_a_step(gate: Ga
             await until(lambda: gate.open() or closing.done())
             assert [len(tokens) for found in closing.result() for tokens in found.values()] == [3] * 8
             assert fleet.num_messages <= len(ends) + client.stats.num_steps
+
+    run(test())
+
+
+def test_requests_wait_for_a_replica_and_one_that_is_aborted_meanwhile_is_not_computed(gate: Gate) -> None:
+    async def test() -> None:
+        fleet = make_fleet(gate, 3)
+        async with started(FleetClient(fleet)) as client:
+            requests = [make_request("a", ENDLESS), make_request("b", 20_000)]
+            streams = [client.submit([request]) for request in requests]
+            for stream in streams:
+                await anext(stream)
+            fleet.is_open.clear()
+            fleet.lose(0)
+            fleet.lose(1)
+            await until(lambda: client.stats.num_waiting == len(requests))
+            streams[0].abort()
+            assert client.stats.num_waiting == 1
+            fleet.is_open.set()
+            assert (await collect(streams[1]))["b"][-1] == expected(requests[1])[-1]
+            await until(lambda: not fleet.engines[2]._live)
 
     run(test())

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gptserve.engine.process.fleet import Computed, ReplicaLostError
-from gptserve.engine.process.fleet_replica import FleetReplica
+from gptserve.engine.process.fleet_replica import LEASE_S, FleetReplica
 from gptserve.engine.process.thread_client import ThreadClient
 from tests.engine import fake_step_engine as fake
 from tests.engine.client_harness import ENDLESS, Gate, hurried, make_request, run, run_hurried, started, until_idle
@@ -33,7 +33,7 @@ def test_the_requests_of_a_client_that_falls_silent_are_aborted(gate: Gate) -> N
                 with pytest.raises(ReplicaLostError) as lost:
                     async for _ in stream:
                         pass
-            assert str(lost.value) == "replica one has not heard of its client for 30 s"
+            assert str(lost.value) == f"replica one has not heard of its client for {LEASE_S:g} s"
             await until_idle(engine)
             watching.cancel()
 
@@ -62,6 +62,24 @@ def test_all_calls_of_a_client_end_with_the_one_that_carried_their_outputs(gate:
             async for _ in stranger:
                 pass
             await until_idle(engine)
+
+    run(test())
+
+
+def test_calls_whose_outputs_were_carried_end_well_after_the_one_that_carried_them(gate: Gate) -> None:
+    async def test() -> None:
+        async with replica_of(gate) as (replica, _):
+            carrier = replica.compute("client", [make_request("a", 1)])
+            assert (await anext(carrier)).outputs == ()
+            other = replica.compute("client", [make_request("b", 3)])
+            assert (await anext(other)).outputs == ()
+            outputs = [output async for computed in carrier for output in computed.outputs]
+            assert [output.request_id for output in outputs if output.finish_reason] == ["a", "b"]
+            next_one = replica.compute("client", [make_request("c", 1)])
+            assert (await anext(next_one)).outputs == ()
+            assert [computed async for computed in other] == []
+            [computed] = [computed async for computed in next_one]
+            assert [output.request_id for output in computed.outputs] == ["c"]
 
     run(test())
 
