@@ -56,12 +56,27 @@ class _RecordedLinears(Linears):
         return self.recorded.setdefault(name, _Recorded(linear, affine.weight.shape[1]))
 
 
-def linears_of(config: EngineConfig, setup: Setup, num_layers: int, progress: Progress | None) -> Linears:
-    """Return what makes the linears of a model of so many layers. In int4 this loads it once before."""
+def linears_of(
+    config: EngineConfig, setup: Setup, num_layers: int, progress: Progress | None
+) -> tuple[Linears, Progress | None]:
+    """Return what makes the linears of a model of so many layers, and what its weights' bytes are to be told.
+
+    In int4 this reads the weights once before, which counts as the first half of all bytes.
+    """
     memory, squares = take_populated(), dict[str, Tensor]()
     if config.requantization == "int4":
-        squares = input_squares(config, setup, memory, progress)
-    return Linears(config.requantization, num_layers, HugePages(memory), setup.products.call_rows, squares)
+        squares = input_squares(config, setup, memory, progress and _half_of(progress, 0))
+        progress = progress and _half_of(progress, 1)
+    return Linears(config.requantization, num_layers, HugePages(memory), setup.products.call_rows, squares), progress
+
+
+def _half_of(progress: Progress, half: int) -> Progress:
+    """Return what tells of one of two times that the weights are read."""
+
+    def tell(num_bytes: int, total: int) -> None:
+        progress(half * total + num_bytes, 2 * total)
+
+    return tell
 
 
 def input_squares(

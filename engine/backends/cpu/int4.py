@@ -1,7 +1,7 @@
 """Weights that become codes of 4, 5 or 8 bits in groups while they load, and rows of such a weight.
 
-weights/quantized/coded.py says what codes are, csrc/groups.cpp multiplies with them. runner/memory.py says which
-weights become what.
+weights/quantized/coded.py says what codes are, csrc/rounding.cpp makes and csrc/groups.cpp multiplies with them.
+runner/memory.py says which weights become what.
 """
 
 from __future__ import annotations
@@ -16,143 +16,19 @@ from gptserve.engine.backends.cpu.linear import GroupedRows, NativeCodedLinear
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.loading_threads import map_pieces
-from gptserve.weights.quantized.coded import GROUP, SUPER_GROUP, CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import CodeFormat
 from gptserve.weights.stored_tensor import Shape
 
-_MAX_HALF = 65504.0
-_LARGEST = 127
-"""The largest integer of a group."""
-_PIECE_ELEMENTS = 2**16
-"""As many weights are rounded at once: they stay in a core's cache."""
+_PIECE_ELEMENTS = 2**18
+"""As many weights are rounded in a call: threads share them evenly."""
 _FLOOR = 0.03
 """What the least square of an input counts as, in means of all: other tokens than those that were tried may use it."""
 _TINY = 1e-30
-"""No scale, square or spread that matters is less."""
 
 
-def quantize_groups(rows: Tensor, its: CodeFormat, squares: Tensor | None = None) -> CodedWeight:
-    """Return rows [rows, in] as the nearest codes. The scale of a group that is not finite is NaN.
-
-    With scales alone the largest weight of a group is a code at its end; with least values the largest and the least.
-    With sub-scales there are least values, which are rounded before the scales. Weights too close for any scale are 0.
-    With `squares`, fp32 [in], the means of the squares that a weight's inputs have, scales and least values are instead
-    those of a small sum of the squared errors of products, as if no two inputs had to do with each other.
-    """
-    groups, most = rows.float().view(len(rows), -1, GROUP), (1 << its.bits) - 1
-    is_finite = groups.isfinite().all(2)
-    groups = torch.where(is_finite[..., None], groups, 0.0)
-    if its.kind == "scales":
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
-        scales = _Numbers.of(largest / -its.zero, its)
-        offsets, others = scales.values * its.zero, None
-    else:
-        if squares is None:
-            others = _Numbers.of(groups.amin(2), its)
-            exact = (groups.amax(2) - others.values).clamp(min=0) / most
-        else:
-            fit = _Fit(groups, squares, most)
-            others = _Numbers.of(fit.leasts, its)
-            exact = fit.scales_above(others.values)
-        scales = _Numbers.of(exact, its)
-        others = others.without((scales.values == 0) & (groups.amax(2) > groups.amin(2)))
-        offsets = -others.values
-    inverse = torch.where(scales.values != 0, 1 / scales.values, 0.0)
-    codes = ((groups + offsets[..., None]) * inverse[..., None]).round_().clamp_(0, most).to(torch.uint8)
-    per_half = SUPER_GROUP // GROUP if its.sub_group else 1
-    has_meaning = is_finite.view(len(rows), -1, per_half).all(2)
-    halves = torch.where(has_meaning, scales.halves, torch.nan)
-    if others is None:
-        return CodedWeight(its, rows.dtype, codes.flatten(1), halves)
-    return CodedWeight(its, rows.dtype, codes.flatten(1), halves, others.halves, scales.integers, others.integers)
-
-
-class _Fit:
-    """Scales and least values of groups [rows, groups, GROUP] with few errors, weighted by squares of inputs [in].
-
-    Codes that are rounded determine both by the least weighted squares, a regression of two numbers, and these give
-    codes anew, ROUNDS times. The first codes are those of a range that is a little narrower than that of the weights.
-    """
-
-    ROUNDS = 2
-
-    def __init__(self, groups: Tensor, squares: Tensor, most: int) -> None:
-        limit = 2.0 * most * _MAX_HALF
-        # The weights of a group lie apart from here on, so that sums of groups are those of long rows.
-        self._groups, self._most = groups.clamp(-limit, limit).permute(2, 0, 1).contiguous(), most
-        shares = squares / squares.mean().clamp(min=_TINY) + _FLOOR
-        self._weights = shares.view(-1, GROUP).T.contiguous()[:, None]
-        lowest = self._groups.amin(0)
-        span = self._groups.amax(0) - lowest
-        above, weights = self._groups - lowest, self._weights
-        self._scales, leasts = span / (most + 1), span / (2 * most + 2)
-        sum_w, sum_x = _sums(weights), _sums(weights * above)
-        for _ in range(self.ROUNDS):
-            codes = self._codes(above - leasts)
-            weighted = codes * weights
-            sum_q, sum_qx, sum_qq = _sums(weighted), _sums(weighted * above), _sums(weighted.mul_(codes))
-            spread = sum_w * sum_qq - sum_q * sum_q
-            is_new = spread > _TINY
-            divisor = torch.where(is_new, spread, 1.0)
-            slopes = ((sum_w * sum_qx - sum_q * sum_x) / divisor).clamp_(min=0)
-            self._scales = torch.where(is_new, slopes, self._scales)
-            leasts = torch.where(is_new, (sum_qq * sum_x - sum_q * sum_qx) / divisor, leasts)
-        self.leasts = lowest + leasts
-        """fp32 [rows, groups]."""
-
-    def scales_above(self, leasts: Tensor) -> Tensor:
-        """Return the scales that go with these least values, fp32 [rows, groups]."""
-        above = self._groups - leasts
-        codes = self._codes(above.clone())
-        weighted = codes * self._weights
-        sum_qx, sum_qq = _sums(above.mul_(weighted)), _sums(weighted.mul_(codes))
-        best = (sum_qx / sum_qq.clamp(min=_TINY)).clamp_(min=0)
-        return torch.where(sum_qq > _TINY, best, self._scales)
-
-    def _codes(self, above: Tensor) -> Tensor:
-        """Return the codes of weights above least values, in their place."""
-        inverse = torch.where(self._scales > _TINY, 1 / self._scales, 0.0)
-        return above.mul_(inverse).round_().clamp_(0, self._most)
-
-
-def _sums(groups: Tensor) -> Tensor:
-    """Return the sums of groups [GROUP, ...], in an order that is the same on any machine."""
-    while len(groups) > 1:
-        low, high = groups.chunk(2)
-        groups = low + high
-    return groups[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """Numbers of groups: in fp16, or integers, int8 [rows, groups], times numbers in fp16 of super groups."""
-
-    values: Tensor
-    """fp32 [rows, groups], as they are rounded."""
-    halves: Tensor
-    integers: Tensor | None = None
-
-    @classmethod
-    def of(cls, exact: Tensor, its: CodeFormat) -> _Numbers:
-        """Round numbers, fp32 [rows, groups]."""
-        if not its.sub_group:
-            halves = _halves(exact)
-            return cls(halves.float(), halves)
-        supers = exact.view(len(exact), -1, SUPER_GROUP // GROUP)
-        halves = _halves(supers.abs().amax(2) / _LARGEST)
-        units = halves.float()[..., None]
-        integers = (supers / torch.where(units > 0, units, 1.0)).round_().clamp_(-_LARGEST, _LARGEST)
-        return cls((integers * units).flatten(1), halves, integers.to(torch.int8).flatten(1))
-
-    def without(self, where: Tensor) -> _Numbers:
-        """Return these numbers with zeros at some groups, bool [rows, groups]."""
-        values = self.values.masked_fill(where, 0.0)
-        if self.integers is None:
-            return _Numbers(values, self.halves.masked_fill(where, 0.0))
-        return _Numbers(values, self.halves, self.integers.masked_fill(where, 0))
-
-
-def _halves(values: Tensor) -> Tensor:
-    return values.clamp(-_MAX_HALF, _MAX_HALF).half()
+def shares_of(squares: Tensor) -> Tensor:
+    """Return what an error of a weight of each input counts, fp32 [in], from the means of their squares."""
+    return squares.float() / squares.mean().clamp(min=_TINY) + _FLOOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +66,13 @@ class NativeInt4Linear(NativeCodedLinear):
         memory: HugePages | None = None,
         squares: Tensor | None = None,
     ) -> None:
-        """Quantize and pack the weight; rows of x are of its dtype. `squares` are those of quantize_groups."""
+        """Quantize and pack the weight; rows of x are of its dtype.
+
+        With scales alone the largest weight of a group is a code at its end; with least values the largest and the
+        least. With `squares`, fp32 [in], the means of the squares that a weight's inputs have, scales and least values
+        are instead those of a small sum of the squared errors of products, as if no two inputs had to do with each
+        other. A group that is not finite gives NaN.
+        """
         self._format = its
         super().__init__(_Floats(its, weight, squares), bias, activation, out_dtype, variant, memory)
 
@@ -206,13 +88,16 @@ class NativeInt4Linear(NativeCodedLinear):
         number = native.CODE_FORMATS.index(its)
         packed = self._keep(self._memory.take(self._library.native_grouped_size(num_in, num_out, number)))
         num = max(1, _PIECE_ELEMENTS // num_in // native.COLUMNS) * native.COLUMNS
+        values = weight.values.contiguous()
+        shares = None if weight.squares is None else shares_of(weight.squares)
+        kind = values.dtype is torch.float32, None if shares is None else shares.data_ptr(), num_in
 
         def pack(start: int) -> None:
-            rows = quantize_groups(weight.values[start : start + num], its, weight.squares)
-            address = packed + self._library.native_grouped_size(num_in, start, number)
-            kept = [None if part is None else part.contiguous() for part in rows.tensors]
-            numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in kept))
-            self._library.native_pack_groups(numbers, num_in, rows.shape[0], number, address)
+            rows, address = (
+                values[start : start + num],
+                packed + self._library.native_grouped_size(num_in, start, number),
+            )
+            self._library.native_round_groups(rows.data_ptr(), *kind, len(rows), number, self._variant, address)
 
         for _ in map_pieces(pack, range(0, num_out, num)):
             pass

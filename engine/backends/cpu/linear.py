@@ -250,6 +250,7 @@ class NativeCodedLinear(NativeLinear):
         self._padding, self._memory, self._kept = 0, memory or HugePages(), []
         variants = native.VARIANTS[native.CODED_VARIANTS]
         fastest = native.supported_variants(native.CODED_VARIANTS)[-1]
+        self._variant = variants.index(variant or fastest) + 1
         row, parts = 0, list[native.CodedRows]()
         for part in weight.parts:
             assert row % native.COLUMNS == 0
@@ -261,7 +262,7 @@ class NativeCodedLinear(NativeLinear):
             num_in=self._num_in,
             num_out=self._num_out,
             activation=native.ACTIVATIONS.index(activation),
-            variant=variants.index(variant or fastest) + 1,
+            variant=self._variant,
             element_bits=max(part.format.bits for part in weight.parts),
             num_parts=len(parts),
             parts=(native.CodedRows * len(parts))(*parts),

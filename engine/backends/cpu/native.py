@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 28
+ABI = 29
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
@@ -101,6 +101,10 @@ FUNCTIONS: Functions = {
     "native_unpack_codes": (None, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
     "native_grouped_size": (c_int64, c_int64, c_int64, c_int64),
     "native_pack_groups": (None, POINTER(NumbersOfCodes), c_int64, c_int64, c_int64, c_void_p),
+    "native_round_groups": (
+        *(None, c_void_p, c_bool, c_void_p, c_int64, c_int64, c_int64),
+        *(c_int, c_void_p),
+    ),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_best_instructions": (c_int,),
     "native_fastest_instructions": (c_int,),

@@ -91,9 +91,13 @@ def test_memory_is_used_twice_and_the_weights_are_the_same(tmp_path: Path, monke
         setup = set_up(config, WHOLE, 1)
         for memory in (None, map_memory(2**22)):
             monkeypatch.setattr(module, "take_populated", lambda memory=memory: memory)
-            maker = linears_of(config, setup, setup.model.num_layers, lambda *its: told.append(its))
-            decoder = Decoder(setup.model, setup.stream(), setup.backend, maker, operations=setup.operations)
+            maker, progress = linears_of(config, setup, setup.model.num_layers, lambda *its: told.append(its))
+            decoder = Decoder(setup.model, setup.stream(progress), setup.backend, maker, operations=setup.operations)
             linears = decoder._source.linears.values()
             packed.append([linear(torch.ones(1, linear._num_in)) for linear in linears])  # type: ignore[attr-defined]
     assert all(torch.equal(*pair) for pair in zip(*packed, strict=True))
-    assert told[-1][0] == told[-1][1] > 0
+    total = 2 * setup.checkpoint.num_bytes
+    first = told[: len(told) // 2]
+    assert told == first * 2
+    assert first == sorted(first)
+    assert first[len(first) // 2 - 1 :: len(first) // 2] == [(total // 2, total), (total, total)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from gptserve.engine.backends.cpu import int4, native
-from gptserve.engine.backends.cpu.int4 import NativeInt4Linear, RowsOfCodes, quantize_groups
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear, RowsOfCodes
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear
 from gptserve.engine.backends.cpu.program import Program, Table
 from gptserve.weights.quantized.coded import GROUP, CodeFormat
 from tests.engine.backends.cpu.coded import product
+from tests.engine.backends.cpu.rounding import quantize_groups
 
 FORMATS = [CodeFormat(bits, kind) for bits in (4, 8) for kind in ("scales", "scales and leasts")]
 LEASTS = [CodeFormat(bits, "scales and leasts", sub) for bits in (4, 5) for sub in (0, 32)]
@@ -74,73 +76,26 @@ def some_weights(num_rows: int, width: int = 512) -> tuple[torch.Tensor, torch.T
     return weight, squares
 
 
-def sum_of(values: np.ndarray) -> np.float32:
-    while len(values) > 1:
-        values = values[: len(values) // 2] + values[len(values) // 2 :]
-    return np.float32(values[0])
+def packed(linear: NativeCodedLinear) -> bytes:
+    """Return what a linear of one part holds."""
+    (part,), its = linear.weight.parts[:1], linear.weight
+    size = native.library().native_grouped_size(its.num_in, its.num_out, part.format)
+    return ctypes.string_at(part.weight, size)
 
 
-def fitted(group: np.ndarray, weights: np.ndarray, most: int) -> tuple[np.float32, np.float32]:
-    """Return the scale and the least value of one group: the slow twin of what quantize_groups seeks."""
-    one, tiny = np.float32(1), np.float32(1e-30)
-    lowest = group.min()
-    above, span = group - lowest, group.max() - lowest
-    scale, least = span / np.float32(most + 1), span / np.float32(2 * most + 2)
-    sum_w, sum_x = sum_of(weights), sum_of(weights * above)
-    for _ in range(2):
-        inverse = one / scale if scale > tiny else np.float32(0)
-        codes = np.clip(np.round((above - least) * inverse), 0, most)
-        q, qq, qx = sum_of(codes * weights), sum_of(codes * weights * codes), sum_of(codes * weights * above)
-        spread = sum_w * qq - q * q
-        if spread > tiny:
-            scale, least = max((sum_w * qx - q * sum_x) / spread, np.float32(0)), (qq * sum_x - q * qx) / spread
-    return scale, lowest + least
-
-
-def rescaled(group: np.ndarray, weights: np.ndarray, most: int, scale: np.float32, least: np.float32) -> np.float32:
-    """Return the scale that goes with a least value which was rounded."""
-    above, tiny = group - least, np.float32(1e-30)
-    codes = np.clip(np.round(above * (np.float32(1) / scale if scale > tiny else np.float32(0))), 0, most)
-    qq, qx = sum_of(codes * weights * codes), sum_of(codes * weights * above)
-    return max(qx / qq, np.float32(0)) if qq > tiny else scale
-
-
-def rounded(numbers: list[np.float32], its: CodeFormat) -> list[np.float32]:
-    """Return numbers of consecutive groups as they are stored: in fp16, or integers times one number in fp16."""
-    if not its.sub_group:
-        return [np.float32(np.float16(np.clip(its_own, -65504, 65504))) for its_own in numbers]
-    found = []
-    for start in range(0, len(numbers), 8):
-        supers = numbers[start : start + 8]
-        unit = np.float32(np.float16(np.clip(max(map(abs, supers)) / np.float32(127), -65504, 65504)))
-        found += [np.clip(np.round(n / (unit if unit > 0 else np.float32(1))), -127, 127) * unit for n in supers]
-    return found
-
-
-@with_leasts
-@np.errstate(all="ignore")
-def test_what_is_sought_is_bit_for_bit_what_a_slow_twin_finds(its: CodeFormat) -> None:
-    weight, squares = some_weights(8)
-    coded, most = quantize_groups(weight, its, squares), (1 << its.bits) - 1
-    values = coded.values(slice(0, 8)).view(8, -1, GROUP)
-    inputs = (squares / squares.mean() + 0.03).view(-1, GROUP).numpy()
-    for row in range(8):
-        groups = weight[row].view(-1, GROUP)
-        finite = groups.isfinite().all(1)
-        limit = 2.0 * most * 65504
-        exact = [(g if is_finite else g * 0).nan_to_num().numpy() for g, is_finite in zip(groups, finite, strict=True)]
-        near = [np.clip(g, -limit, limit).astype(np.float32) for g in exact]
-        fits = [fitted(g, w, most) for g, w in zip(near, inputs, strict=True)]
-        leasts = rounded([least for _, least in fits], its)
-        terms = zip(near, inputs, fits, leasts, strict=True)
-        scales = rounded([rescaled(g, w, most, fit[0], least) for g, w, fit, least in terms], its)
-        for i, (g, scale, least) in enumerate(zip(exact, scales, leasts, strict=True)):
-            its_least = np.float32(0) if scale == 0 and g.max() > g.min() else least
-            inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-            codes = np.clip(np.round((g - its_least) * inverse), 0, most)
-            is_finite = finite.view(-1, 8).all(1)[i // 8] if its.sub_group else finite[i]
-            expected = torch.from_numpy(codes * scale + its_least) if is_finite else torch.full((GROUP,), torch.nan)
-            assert torch.equal(values[row, i].nan_to_num(7e9), expected.nan_to_num(7e9)), (row, i)
+@needs_library
+@of_all
+@pytest.mark.parametrize("variant", native.supported_variants(native.CODED_VARIANTS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_packed_is_bit_for_bit_what_a_slow_twin_finds(
+    its: CodeFormat, variant: native.Variant, dtype: torch.dtype
+) -> None:
+    for num_rows, width in ((8, 512), (49, 256), (32, 768 if its.sub_group else 96)):
+        weight, squares = some_weights(num_rows, width)
+        for known in (None, squares, torch.zeros(width)):
+            found = NativeInt4Linear(weight.to(dtype), its, None, variant=variant, squares=known)
+            twin = quantize_groups(weight.to(dtype), its, known)
+            assert packed(found) == packed(NativeCodedLinear(twin, None))
 
 
 @with_leasts

@@ -1,0 +1,95 @@
+// Weights that become codes of 4, 5 or 8 bits in groups while a model loads, in their packed layout (groups.h). The
+// kernel, which says how, is rounding_kernel.h's.
+
+#include "groups.h"
+
+#include "code_rows.h"
+#include "team.h"
+
+constexpr float MAX_HALF = 65504, MAX_WEIGHT = 2e9f;  // no weight is above 127 * 256 * MAX_HALF
+constexpr float LARGEST = 127;                        // the largest integer of a group
+constexpr float TINY = 1e-30f;                        // no scale, square or spread that matters is less
+constexpr int ROUNDS = 2;
+
+struct Rounding {
+    int64_t num_in;
+    CodeFormat format;
+    const float* shares;  // [num_in]: what an error of a weight of this input counts; null: the nearest codes
+};
+
+// Return the nearest number in fp16, ties to even, of up to MAX_HALF.
+static inline uint16_t narrowed_half(float value) {
+    uint32_t bits, sign;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    sign = bits >> 31 << 15;
+    bits &= 0x7fffffff;
+    if (bits >= 0x38800000) return sign | (((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10));
+    const float shifted = (value < 0 ? -value : value) + 0.5f;  // its last bit is 2^-24, as of a subnormal number
+    __builtin_memcpy(&bits, &shifted, sizeof bits);
+    return sign | (bits - 0x3f000000);
+}
+
+namespace generic {
+
+#include "floats_generic.h"
+#include "ints_generic.h"
+#include "rounding_kernel.h"
+
+}  // namespace generic
+
+#if defined(__x86_64__)
+
+BEGIN_INSTRUCTIONS(WITH_AVX2)
+namespace avx2 {
+
+#include "floats_avx2.h"
+#include "ints_avx2.h"
+#include "rounding_kernel.h"
+
+}  // namespace avx2
+END_INSTRUCTIONS
+
+BEGIN_INSTRUCTIONS(WITH_AVX512 ",avx512vnni")
+namespace avx512 {
+
+#include "floats_avx512.h"
+#include "ints_avx512.h"
+#include "rounding_kernel.h"
+
+}  // namespace avx512
+END_INSTRUCTIONS
+
+#endif
+
+namespace {
+
+template <class Element>
+auto round_outputs_by([[maybe_unused]] int variant) {
+#if defined(__x86_64__)
+    if (variant >= INT8_VNNI) return avx512::round_outputs<Element>;
+    if (variant >= INT8_AVX2) return avx2::round_outputs<Element>;
+#endif
+    return generic::round_outputs<Element>;
+}
+
+template <class Element>
+void round_rows(const Rounding& r, const Element* rows, int64_t num_out, int variant, uint8_t* packed) {
+    const auto round_outputs = round_outputs_by<Element>(variant);
+    constexpr int AT_ONCE = 16;
+    for (int64_t i = 0; i < quotient(num_out, COLUMNS) * COLUMNS; i += AT_ONCE) {
+        const int64_t num = max_of(0, min_of(AT_ONCE, num_out - i));
+        uint8_t* panel = packed + i / COLUMNS * r.format.panel_bytes(r.num_in);
+        round_outputs(r, rows + i * r.num_in, num, i % COLUMNS, panel);
+    }
+}
+
+}  // namespace
+
+// Round and pack weights [num_out][num_in], in fp32 or bf16, in the calling thread. `shares` [num_in] or null says what an
+// error of a weight of each input counts. The scale of a group that is not finite is NaN.
+EXPORT void native_round_groups(const void* rows, bool wide, const float* shares, int64_t num_in, int64_t num_out,
+                                int64_t format, int variant, uint8_t* packed) {
+    const Rounding r = {num_in, CODE_FORMATS[format], shares};
+    if (wide) round_rows(r, (const float*)rows, num_out, variant, packed);
+    else round_rows(r, (const bf16*)rows, num_out, variant, packed);
+}

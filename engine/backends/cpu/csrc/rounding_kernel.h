@@ -1,0 +1,209 @@
+// Weights [rows][num_in] that become codes in groups, for any instructions. groups.h says how these lie.
+//
+// rounding.cpp includes this file for each set of instructions. 16 outputs, half a panel, are rounded at once, each in an
+// element of the registers: sums are those of a group in ascending order, without fused multiply-adds, so all
+// instructions give the same bits. tests/engine/backends/cpu/rounding.py says the same in torch.
+
+constexpr int AT_ONCE = 16, MAX_GROUPS = SUPER_GROUP / GROUP;
+
+static inline Floats within(Floats v, float least, float most) { return min(max(v, broadcast(least)), broadcast(most)); }
+
+static inline Floats inverse_of(Floats v, float tiny) {
+    return where_above(magnitude(v), broadcast(tiny), broadcast(1) / v, Floats{});
+}
+
+// A group of weights of 16 outputs.
+struct Group {
+    Floats weights[GROUP], lowest, highest;
+};
+
+// Numbers of up to 8 groups: in fp16, or integers times one number in fp16.
+struct Numbers {
+    Floats values[MAX_GROUPS];  // as they are rounded
+    Ints integers[MAX_GROUPS];
+    uint16_t halves[AT_ONCE];
+};
+
+// Load a group of `num` outputs; a row that has an element that is not finite is 0, and finite[output] false.
+template <class Element>
+static void load_group(const Element* rows, int64_t num_in, int64_t num, bool* finite, Group& group) {
+    float by_input[GROUP][AT_ONCE] = {};
+    for (int64_t i = 0; i < num; i++) {
+        const Floats low = load(rows + i * num_in, 16), high = load(rows + i * num_in + 16, 16);
+        if (largest_of(larger(bits_of(magnitude(low)), bits_of(magnitude(high)))) >= 0x7f800000) {
+            finite[i] = false;
+            continue;
+        }
+        float row[GROUP];
+        store(row, 16, low);
+        store(row + 16, 16, high);
+        for (int k = 0; k < GROUP; k++) by_input[k][i] = row[k];
+    }
+    for (int k = 0; k < GROUP; k++) group.weights[k] = within(load(by_input[k], 16), -MAX_WEIGHT, MAX_WEIGHT);
+    group.lowest = group.highest = group.weights[0];
+    for (int k = 1; k < GROUP; k++) {
+        group.lowest = min(group.lowest, group.weights[k]);
+        group.highest = max(group.highest, group.weights[k]);
+    }
+}
+
+static Floats rounded_to_halves(Floats exact, uint16_t* halves) {
+    float values[AT_ONCE];
+    store(values, 16, within(exact, -MAX_HALF, MAX_HALF) + Floats{});  // no -0, but for what is too small
+    for (int i = 0; i < AT_ONCE; i++) values[i] = widened_half(halves[i] = narrowed_half(values[i]));
+    return load(values, 16);
+}
+
+static void round_numbers(const Floats* exact, const CodeFormat& format, Numbers& numbers) {
+    if (!format.sub_group) {
+        numbers.values[0] = rounded_to_halves(exact[0], numbers.halves);
+        return;
+    }
+    Floats largest = magnitude(exact[0]);
+    for (int i = 1; i < MAX_GROUPS; i++) largest = max(largest, magnitude(exact[i]));
+    const Floats units = rounded_to_halves(largest / broadcast(LARGEST), numbers.halves);
+    const Floats divisor = where_above(units, Floats{}, units, broadcast(1));
+    for (int i = 0; i < MAX_GROUPS; i++) {
+        numbers.integers[i] = rounded(within(exact[i] / divisor, -LARGEST, LARGEST));
+        numbers.values[i] = floats_of(numbers.integers[i]) * units;
+    }
+}
+
+// Return the largest weight by magnitude, the first of these.
+static inline Floats largest_weight(const Group& group) {
+    Floats largest = group.weights[0];
+    for (int k = 1; k < GROUP; k++)
+        largest = where_above(magnitude(group.weights[k]), magnitude(largest), group.weights[k], largest);
+    return largest;
+}
+
+// Seek the scale and the least value of a group by the least weighted squares, ROUNDS times. Codes that are rounded
+// determine both, a regression of two numbers, and these give codes anew. The first codes are those of a range that is a
+// little narrower than that of the weights.
+static void fit(const Group& group, const float* shares, float most, Floats& scale, Floats& least) {
+    Floats above[GROUP], sum_x{};
+    float sum = 0;
+    for (int k = 0; k < GROUP; k++) {
+        above[k] = group.weights[k] - group.lowest;
+        sum_x = sum_x + above[k] * broadcast(shares[k]);
+        sum += shares[k];
+    }
+    const Floats span = group.highest - group.lowest, sum_w = broadcast(sum);
+    scale = span / broadcast(most + 1);
+    least = span / broadcast(2 * most + 2);
+    for (int round = 0; round < ROUNDS; round++) {
+        const Floats inverse = inverse_of(scale, TINY);
+        Floats sum_q{}, sum_qx{}, sum_qq{};
+        for (int k = 0; k < GROUP; k++) {
+            const Floats code = whole(within((above[k] - least) * inverse, 0, most));
+            const Floats weighted = code * broadcast(shares[k]);
+            sum_q = sum_q + weighted;
+            sum_qx = sum_qx + weighted * above[k];
+            sum_qq = sum_qq + weighted * code;
+        }
+        const Floats spread = sum_w * sum_qq - sum_q * sum_q, tiny = broadcast(TINY);
+        const Floats divisor = where_above(spread, tiny, spread, broadcast(1));
+        const Floats slope = max((sum_w * sum_qx - sum_q * sum_x) / divisor, Floats{});
+        scale = where_above(spread, tiny, slope, scale);
+        least = where_above(spread, tiny, (sum_qq * sum_x - sum_q * sum_qx) / divisor, least);
+    }
+    least = group.lowest + least;
+}
+
+// Return the scale that goes with a least value, which was rounded, if this one went with it before.
+static Floats fitted_scale(const Group& group, const float* shares, float most, Floats scale, Floats least) {
+    const Floats inverse = inverse_of(scale, TINY);
+    Floats sum_qx{}, sum_qq{};
+    for (int k = 0; k < GROUP; k++) {
+        const Floats above = group.weights[k] - least, code = whole(within(above * inverse, 0, most));
+        const Floats weighted = code * broadcast(shares[k]);
+        sum_qx = sum_qx + weighted * above;
+        sum_qq = sum_qq + weighted * code;
+    }
+    const Floats tiny = broadcast(TINY), best = max(sum_qx / max(sum_qq, tiny), Floats{});
+    return where_above(sum_qq, tiny, best, scale);
+}
+
+// Write the codes of 16 outputs of a group to their places in words.
+static void write_codes(const Group& group, Floats scale, Floats offset, const CodeFormat& format, uint8_t* upper,
+                        uint8_t* lower) {
+    const Floats inverse = inverse_of(scale, 0);
+    const float most = (1 << format.bits) - 1;
+    const int bits = format.lower_bits(), upper_bits = format.upper_bits(), parts = 8 / bits;
+    Ints uppers[2] = {};
+    for (int part = 0; part < GROUP / 4; part += parts) {
+        Ints word{};
+        for (int i = 0; i < 4 * parts; i++) {
+            const int byte = i % 4, its_part = part + i / 4;
+            const Floats code = within((group.weights[4 * part + i] + offset) * inverse, 0, most);
+            const Ints all = rounded(code), above = all >> bits;
+            word = word + ((all - (above << bits)) << (byte * 8 + i / 4 * bits));
+            if (upper_bits) {
+                Ints& its = uppers[its_part * upper_bits / 8];
+                its = its + (above << (byte * 8 + its_part * upper_bits % 8));
+            }
+        }
+        __builtin_memcpy(lower + part / parts * WORDS, &word, sizeof word);
+    }
+    for (int i = 0; i < upper_bits; i++) __builtin_memcpy(upper + i * WORDS, &uppers[i], sizeof uppers[i]);
+}
+
+// Make the least value of a group 0 if it has no scale, but several weights: they are too close for any.
+static void drop_lone(const Group& group, Floats scale, const CodeFormat& format, Numbers& others, int i) {
+    const Floats zero{}, is_spread = where_above(group.highest, group.lowest, broadcast(1), zero);
+    const Floats kept = where_above(magnitude(scale), zero, broadcast(1), broadcast(1) - is_spread);
+    others.values[i] = others.values[i] * kept;
+    others.integers[i] = rounded(floats_of(others.integers[i]) * kept);
+    if (format.sub_group) return;
+    float all[AT_ONCE];
+    store(all, 16, kept);
+    for (int j = 0; j < AT_ONCE; j++)
+        if (all[j] == 0) others.halves[j] = 0;
+}
+
+// Round `num` outputs, up to 16, from `column` of a panel on.
+template <class Element>
+static void round_outputs(const Rounding& r, const Element* rows, int64_t num, int column, uint8_t* to) {
+    const CodeFormat& f = r.format;
+    const int num_groups = f.num_groups();
+    const float most = (1 << f.bits) - 1, zero = 1 << f.log_zero();
+    Group groups[MAX_GROUPS];
+    for (int64_t k = 0; k < r.num_in; k += num_groups * GROUP) {
+        Numbers scales, others;
+        Floats exact[MAX_GROUPS], leasts[MAX_GROUPS];
+        bool finite[AT_ONCE];
+        __builtin_memset(finite, true, sizeof finite);
+        for (int i = 0; i < num_groups; i++) {
+            load_group(rows + k + i * GROUP, r.num_in, num, finite, groups[i]);
+            leasts[i] = groups[i].lowest;
+            if (f.grouping == SCALES) exact[i] = largest_weight(groups[i]) / broadcast(-zero);
+            else if (r.shares) fit(groups[i], r.shares + k + i * GROUP, most, exact[i], leasts[i]);
+        }
+        if (f.grouping != SCALES) {
+            round_numbers(leasts, f, others);
+            for (int i = 0; i < num_groups; i++) {
+                const Floats least = others.values[i], span = max(groups[i].highest - least, Floats{});
+                exact[i] = r.shares ? fitted_scale(groups[i], r.shares + k + i * GROUP, most, exact[i], least)
+                                    : span / broadcast(most);
+            }
+        }
+        round_numbers(exact, f, scales);
+        for (int i = 0; i < AT_ONCE; i++)
+            if (!finite[i]) scales.halves[i] = 0x7e00;  // NaN
+        if (f.grouping != SCALES)
+            for (int i = 0; i < num_groups; i++) drop_lone(groups[i], scales.values[i], f, others, i);
+        const int64_t head = f.head_bytes(), at = column * 2;
+        __builtin_memcpy(to + at, scales.halves, sizeof scales.halves);
+        if (f.num_others()) __builtin_memcpy(to + COLUMNS * 2 + at, others.halves, sizeof others.halves);
+        to += head;
+        for (int i = 0; i < num_groups; i++, to += f.group_bytes()) {
+            if (f.sub_group) {
+                store_bytes(to + column, scales.integers[i]);
+                store_bytes(to + COLUMNS + column, others.integers[i]);
+            }
+            uint8_t* upper = to + f.numbers_bytes() + column * 4;
+            const Floats offset = f.grouping == SCALES ? scales.values[i] * broadcast(zero) : Floats{} - others.values[i];
+            write_codes(groups[i], scales.values[i], offset, f, upper, upper + f.upper_bytes());
+        }
+    }
+}
