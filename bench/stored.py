@@ -1,10 +1,10 @@
 """What stored completions cost in a database, against SQLite: time, and CPU time of each process.
 
-    python -m bench.stored --state-url URL [--streams 1 8] [--tokens 400] [--turns 5] [--state-sync normal full]
+    python -m bench.stored --state-url URL [--streams 1 8] [--tokens 400] [--turns 5] [--state-sync full] [--plain]
 
 One server has a folder and one the database, a PostgreSQL on this machine that nobody else uses. They take turns: all
-streams begin in the background at once, and a turn lasts until the last has ended. Prints medians over the turns, the
-tokens a second against SQLite's, and one JSON line.
+streams begin in the background at once, and a turn lasts until the last has ended; with --plain none of them is stored.
+Prints medians over the turns, against SQLite's the tokens a second and a second of CPU time, and one JSON line.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--state-sync", nargs="+", default=["normal", "full"], choices=["normal", "full"])
     args = parser.parse_args()
     rows = [row for sync in args.state_sync for row in measure(args, sync)]
     print(" ".join(f"{name:>12}" for name in rows[0]))
     for row in rows:
         print(" ".join(f"{value:>12}" for value in row.values()))
-    print(json.dumps({"benchmark": "stored", "tokens": args.tokens, "turns": args.turns, "rows": rows, **versions()}))
+    print(json.dumps({"benchmark": "stored", **vars(args), "state_url": None, "rows": rows, **versions()}))
 
 
 def measure(args: argparse.Namespace, sync: str) -> list[dict[str, Any]]:
@@ -63,7 +64,7 @@ def measure(args: argparse.Namespace, sync: str) -> list[dict[str, Any]]:
             turns: dict[str, list[list[float]]] = {name: [] for name in servers}
             for number in range(args.turns + 1):
                 for name, (port, processes) in servers.items():
-                    found = asyncio.run(take_turn(port, processes, num_streams, args.tokens))
+                    found = asyncio.run(take_turn(port, processes, num_streams, args.tokens, is_stored=not args.plain))
                     if number:  # the first turn warms up
                         turns[name].append(found)
             medians = {
@@ -72,18 +73,23 @@ def measure(args: argparse.Namespace, sync: str) -> list[dict[str, Any]]:
             for name, of in medians.items():
                 figures = {column: round(value) for column, value in zip(COLUMNS, of, strict=True)}
                 throughput = round(medians["sqlite"][0] / of[0], 2)
-                rows.append({"store": name, "sync": sync, "streams": num_streams, **figures, "throughput": throughput})
+                cpu = round(sum(medians["sqlite"][1:]) / sum(of[1:]), 2)
+                ratios = {"throughput": throughput, "cpu": cpu}
+                rows.append({"store": name, "sync": sync, "streams": num_streams, **figures, **ratios})
     return rows
 
 
-async def take_turn(port: int, processes: list[psutil.Process], num_streams: int, num_tokens: int) -> list[float]:
+async def take_turn(
+    port: int, processes: list[psutil.Process], num_streams: int, num_tokens: int, *, is_stored: bool
+) -> list[float]:
     """Run the streams; return the milliseconds that it takes, and those of CPU of each process."""
-    body = {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True, "background": True}
+    body = {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True, "background": is_stored}
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         before, started_at = list(map(cpu_ms, processes)), time.perf_counter()
         bodies = [body | {"seed": seed} for seed in range(num_streams)]
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-        for completion_id in [answer.raise_for_status().json()["id"] for answer in answers]:
+        ids = [answer.raise_for_status().json()["id"] for answer in answers]
+        for completion_id in ids if is_stored else ():
             while (await client.get(f"/v1/completions/{completion_id}")).json()["status"] != "completed":  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         seconds, after = time.perf_counter() - started_at, map(cpu_ms, processes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from psycopg.errors import ForeignKeyViolation
@@ -21,7 +22,7 @@ class Group(Generic[Item]):
     """Writes of one kind, each of a completion.
 
     write writes some in one statement and returns the completions of those that it wrote. interval_s is the least time
-    from the begin of one statement to that of the next.
+    from the begin of one statement to that of the next, unless that has something urgent.
     """
 
     def __init__(
@@ -33,9 +34,12 @@ class Group(Generic[Item]):
         self._writer: asyncio.Task[None] | None = None  # the one that takes what is pending, or the last that did
         self._writing = asyncio.Lock()
         self._begun_at = float("-inf")
+        self._hurry = asyncio.Event()
 
-    async def add(self, completion_id: str, item: Item) -> None:
-        """Write an item. If the caller is cancelled, it is written all the same.
+    async def add(self, completion_id: str, item: Item, *, is_urgent: bool = False) -> None:
+        """Write an item, one that is urgent in the next statement at once.
+
+        If the caller is cancelled, it is written all the same.
 
         Raises LeaseLostError for what was not written, or another JobStoreError.
         """
@@ -44,6 +48,8 @@ class Group(Generic[Item]):
         if self._writer is None or not self._pending:
             self._writer = asyncio.create_task(self._write_pending())
         self._pending.append((completion_id, item, written))
+        if is_urgent:
+            self._hurry.set()
         await asyncio.shield(written)
 
     async def wait(self) -> None:
@@ -54,7 +60,10 @@ class Group(Generic[Item]):
     async def _write_pending(self) -> None:
         async with self._writing:
             clock = asyncio.get_running_loop().time
-            await asyncio.sleep(self._begun_at + self._interval_s - clock())
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._begun_at + self._interval_s):
+                    await self._hurry.wait()
+            self._hurry.clear()
             self._begun_at = clock()
             pending, self._pending = self._pending, []
             try:

@@ -83,7 +83,7 @@ APPEND = f"""
 {_ME}
 INSERT INTO gptserve.batches AS b
 SELECT t.id, t.n, t.outputs, coalesce(p.num_bytes, 0) + t.num_bytes, coalesce(p.num_tokens, 0) + t.num_tokens
-FROM me, unnest(%(ids)s::text[], %(ns)s::integer[], %(outputs)s::text[], %(bytes)s::bigint[], %(tokens)s::bigint[])
+FROM me, unnest(%(ids)b::text[], %(ns)b::integer[], %(outputs)b::text[], %(bytes)b::bigint[], %(tokens)b::bigint[])
     AS t(id, n, outputs, num_bytes, num_tokens)
 JOIN gptserve.leases l ON l.completion_id = t.id
 LEFT JOIN gptserve.batches p ON p.completion_id = t.id AND p.n = t.n - 1

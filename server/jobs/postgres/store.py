@@ -37,7 +37,7 @@ from gptserve.server.jobs.store import (
 
 LIMIT_S = 5.0  # for a statement, with the connection it needs: what a client may wait for
 PATIENCE_S = 60.0  # that running completions wait for a database that is away
-INTERVAL_S = 0.005  # between two statements with batches: a model that makes tokens faster writes several in one row
+INTERVAL_S = 0.02  # between two statements with batches: a model that makes tokens faster writes several in one row
 NUM_CONNECTIONS = 4  # beside one for the membership and one for batches
 
 
@@ -156,7 +156,9 @@ class PostgresJobStore(JobStore):
         is_long = num_scores > PIECE_ENTRIES
         text = await asyncio.to_thread(encode_outputs, outputs) if is_long else encode_outputs(outputs)
         num_bytes, num_tokens = len(text) + len(completion_id), sum(len(output.token_ids) for output in outputs)
-        await self._batches.add(completion_id, _Batch(n, text, num_bytes, num_tokens))
+        # Clients wait for the first output, and for one that ends a choice.
+        is_urgent = n == 0 or any(output.finish_reason is not None for output in outputs)
+        await self._batches.add(completion_id, _Batch(n, text, num_bytes, num_tokens), is_urgent=is_urgent)
         return num_bytes
 
     async def add_attempt(self, stored: StoredJob) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-import pytest
 from psycopg.errors import ForeignKeyViolation
 
 from gptserve.server.jobs.postgres.groups import Group
@@ -60,29 +59,36 @@ def test_what_comes_during_a_statement_forms_the_next_one() -> None:
     run(test)
 
 
-def test_what_comes_before_the_next_statement_may_begin_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_before_the_next_statement_may_begin_is_in_it_and_what_is_urgent_begins_it() -> None:
     async def test() -> None:
-        database, delays, over = Database(), list[float](), asyncio.Event()
+        database = Database()
         group = Group(database.write, interval_s=3600)
         database.opened.set()
         await group.add("a", 0)
-
-        async def sleep(delay: float) -> None:
-            delays.append(delay)
-            await over.wait()
-
-        pause = asyncio.sleep
-        monkeypatch.setattr(asyncio, "sleep", sleep)
-        tasks = [asyncio.create_task(group.add("a", 1))]
-        while not delays:
-            await pause(0)
-        tasks.append(asyncio.create_task(group.add("b", 0)))
-        await pause(0)
-        over.set()
+        tasks = await added(group, ("a", 1), ("b", 0))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert database.statements == [[("a", 0)]]
+        await group.add("c", 0, is_urgent=True)
         await asyncio.gather(*tasks)
-        monkeypatch.undo()
-        assert database.statements[1:] == [[("a", 1), ("b", 0)]]
-        assert 0 < delays[0] <= 3600
+        assert database.statements[1:] == [[("a", 1), ("b", 0), ("c", 0)]]
+        tasks = await added(group, ("a", 2))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert len(database.statements) == 2, "what was urgent once hurries nothing later"
+        await group.add("a", 3, is_urgent=True)
+
+    run(test)
+
+
+def test_what_nothing_urgent_follows_is_written_in_time() -> None:
+    async def test() -> None:
+        database = Database()
+        group = Group(database.write, interval_s=0.01)
+        database.opened.set()
+        for n in range(3):
+            await group.add("a", n)
+        assert database.statements == [[("a", 0)], [("a", 1)], [("a", 2)]]
 
     run(test)
 

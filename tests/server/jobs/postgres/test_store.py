@@ -12,6 +12,7 @@ from dataclasses import replace
 import psycopg
 import pytest
 
+from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.jobs.postgres.connections import UNAVAILABLE
 from gptserve.server.jobs.postgres.schema import SCHEMA_VERSION
 from gptserve.server.jobs.postgres.store import PostgresJobStore
@@ -277,6 +278,29 @@ def test_a_batch_whose_predecessors_are_lost_is_not_written(with_stores: UseStor
     with_stores(test)
 
 
+def test_what_clients_wait_for_is_written_at_once_and_with_it_what_would_wait(
+    with_stores: UseStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptserve.server.jobs.postgres.store.INTERVAL_S", 3600)
+    between = (TokenOutput("r", (1,)),)
+
+    async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        for i in "ab":
+            await first.add(replace(KEYLESS, completion_id=i))
+        await first.append("a", 0, between)
+        waiting = asyncio.create_task(first.append("a", 1, between))
+        await asyncio.sleep(0)
+        await first.append("b", 0, between)  # its first
+        await waiting
+        waiting = asyncio.create_task(first.append("b", 1, between))
+        await asyncio.sleep(0)
+        await first.append("a", 2, (replace(between[0], finish_reason=FinishReason.LENGTH),))
+        await waiting
+        assert await second.batches("b", 0, 9) == [between, between]
+
+    with_stores(test)
+
+
 def test_one_that_was_deleted_takes_no_batch_and_the_others_do(with_stores: UseStores) -> None:
     async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
         for i in range(3):
@@ -362,11 +386,10 @@ def test_a_database_that_takes_connections_and_says_nothing_is_given_up(monkeypa
 def test_a_statement_that_hangs_is_given_up_though_the_server_lives(
     with_stores: UseStores, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptserve.server.jobs.postgres.store.LIMIT_S", 0.2)
-
     async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
-        with psycopg.connect(postgres_url) as other:
+        with psycopg.connect(postgres_url) as other, monkeypatch.context() as patch:
             other.execute("LOCK TABLE gptserve.completions")
+            patch.setattr("gptserve.server.jobs.postgres.store.LIMIT_S", 0.2)
             with pytest.raises(StoreUnavailableError):
                 await first.read_record("cmpl-1")
         await first.add(RECORD)
