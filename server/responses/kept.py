@@ -6,7 +6,6 @@ A request goes on from them by `previous_response_id`, or names single items by 
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from gptserve.server.completions.admission import hold
@@ -15,6 +14,7 @@ from gptserve.server.completions.shapes import Json
 from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.jobs.job import BackgroundJob
+from gptserve.server.jobs.store import JobStoreError
 from gptserve.server.responses.input_list import item_ids
 from gptserve.server.responses.plan import RESPONSE_SHAPE, ResponsePlan, input_items, output_items
 from gptserve.server.responses.stream import render_response
@@ -110,11 +110,13 @@ class KeptResponses:
         return items | {item["id"]: item for item in output}
 
     async def _find(self, response_id: str, owner: str | None) -> BackgroundJob | None:
-        with suppress(ServiceError):
+        try:
             job = await self._jobs.find(response_id, owner)
-            if job.record.kind == RESPONSE_SHAPE.object:
-                return job
-        return None
+        except JobStoreError:  # which says nothing of whether there is one
+            raise
+        except ServiceError:
+            return None
+        return job if job.record.kind == RESPONSE_SHAPE.object else None
 
 
 def _response_of(item_id: str) -> str:

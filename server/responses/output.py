@@ -102,7 +102,9 @@ class ResponseOutput:
                 yield from self._begin("message")
 
     def end(self, status: ItemStatus) -> Iterator[Json]:
-        """End the last item; yield the events."""
+        """End the last item, if anything came; yield the events."""
+        if not self._items:  # the client hung up before
+            return
         item = self._items[-1]
         item.status = status
         if item.call is not None:

@@ -250,6 +250,37 @@ def test_a_key_begins_one_completion_whichever_server_gets_it_and_leads_on_after
     assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
 
 
+@pytest.mark.parametrize("replicas", [("--api-key", "one", "--api-key", "other")], indirect=True)
+def test_of_what_one_key_began_at_a_server_another_sees_and_cancels_nothing_at_any(replicas: list[Replica]) -> None:
+    mine, others = ({"authorization": f"Bearer {name}"} for name in ("one", "other"))
+    first, second = replicas
+    body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "seed": 7, "background": True}
+    keyed = {"idempotency-key": "k"}
+    told = {"input": "A fox", "max_output_tokens": 9, "seed": 7}
+    response = first.client.post("/v1/responses", json=told, headers=mine).json()["id"]
+    first.gate.shut(after_steps=60)
+    began = first.client.post("/v1/completions", json=body, headers=mine | keyed).json()["id"]
+    for replica in replicas:
+        client = replica.client
+        for path in (f"completions/{began}", f"completions/{began}/events", f"responses/{response}"):
+            assert client.get(f"/v1/{path}", headers=others).json()["error"]["code"] == "completion_not_found"
+        for path in (f"completions/{began}/cancel", f"responses/{response}/cancel"):
+            assert client.post(f"/v1/{path}", headers=others).json()["error"]["code"] == "completion_not_found"
+        refused = client.delete(f"/v1/responses/{response}", headers=others)
+        assert refused.json()["error"]["code"] == "completion_not_found"
+        assert client.get("/v1/completions", headers=others).json()["data"] == []
+        going_on = client.post("/v1/responses", json=told | {"previous_response_id": response}, headers=others)
+        assert going_on.json()["error"]["code"] == "completion_not_found"
+    again = second.client.post("/v1/completions", json=body | {"seed": 8}, headers=others | keyed)
+    assert again.status_code == 202, "the key of another owner is another key"
+    first.gate.open()
+    for replica in replicas:
+        assert replica.client.get(f"/v1/completions/{began}/events", headers=mine).text.endswith("data: [DONE]\n\n")
+        answer = replica.client.get(f"/v1/completions/{began}", headers=mine).json()
+        assert (answer["status"], answer["usage"]["completion_tokens"]) == ("completed", 150)
+        assert {entry["id"] for entry in replica.client.get("/v1/completions", headers=mine).json()["data"]} >= {began}
+
+
 @pytest.mark.parametrize("replicas", [("--state-sync", "full")], indirect=True)
 def test_without_its_database_a_server_answers_what_is_not_stored_and_goes_on_with_the_rest_later(
     replicas: list[Replica], postgres: PostgresServer
@@ -269,8 +300,9 @@ def test_without_its_database_a_server_answers_what_is_not_stored_and_goes_on_wi
                 refused = replica.client.post(f"/v1/{path}", json=body)
                 assert (refused.status_code, refused.json()) == (503, {"error": AWAY})
                 assert refused.headers["retry-after"] == "5"
-            found = replica.client.get("/v1/completions/cmpl-unknown")
-            assert (found.status_code, found.json()) == (503, {"error": AWAY})
+            for path in ("completions/cmpl-unknown", "responses/resp_unknown", "responses/resp_unknown/input_items"):
+                found = replica.client.get(f"/v1/{path}")
+                assert (found.status_code, found.json()) == (503, {"error": AWAY})
             assert replica.client.get("/ready").status_code == 200
     finally:
         postgres.start()

@@ -65,6 +65,11 @@ def test_the_events_tell_of_every_item_and_leave_none_open(deltas: list[Delta], 
     assert output.num_reasoning_tokens == sum(bool(delta.reasoning) for delta in deltas)
 
 
+def test_before_anything_came_there_is_nothing_to_end() -> None:
+    output = ResponseOutput("resp_1", ResponseTools(None), marks_reasoning=False)
+    assert list(output.end("incomplete")) == []
+
+
 def test_a_token_of_the_reasoning_has_no_logprobs() -> None:
     output = ResponseOutput("resp_1", ResponseTools(None), marks_reasoning=True)
     for delta in (Delta("", [SCORE]), Delta("", [SCORE], reasoning="r"), Delta("", [SCORE]), Delta("t", [SCORE])):
