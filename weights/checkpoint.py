@@ -212,7 +212,9 @@ def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dty
     values = torch.empty(num_out, num_in, dtype=dtype)
 
     def fill(rows: slice) -> None:
-        values[rows] = stored.unpack(shape, tensors, rows, dtype)
+        unpacked = stored.unpack(shape, tensors, rows, dtype)
+        _require_finite(unpacked)
+        values[rows] = unpacked
 
     _map_rows(fill, num_out, num_in)
     return values
@@ -225,7 +227,11 @@ def _set_codes(weight: CodedWeight, start: int, part: Part, shape: Shape, tensor
 
     def fill(rows: slice) -> None:
         its_rows = slice(start + rows.start, start + rows.stop)
-        weight.set_rows(its_rows, stored.coded(shape, tensors, rows, weight.dtype))
+        coded = stored.coded(shape, tensors, rows, weight.dtype)
+        for numbers in (coded.scales, coded.others):
+            if numbers is not None:
+                _require_finite(numbers)
+        weight.set_rows(its_rows, coded)
 
     _map_rows(fill, num_out, num_in)
     return start + num_out
@@ -237,6 +243,12 @@ def _map_rows(fill: Callable[[slice], object], num_out: int, num_in: int) -> Non
     spans = [slice(start, min(start + num_rows, num_out)) for start in range(0, num_out, num_rows)]
     for _ in map_pieces(fill, spans):
         pass
+
+
+def _require_finite(numbers: Tensor) -> None:
+    """Raise UnfitError for numbers of which one is not finite: a scale spoils many weights."""
+    if not numbers.sum(dtype=torch.float32).isfinite() and not numbers.isfinite().all():  # their sum may overflow
+        raise UnfitError("takes finite numbers, got others")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ MAX_HEADER_BYTES = 2**25  # 128 bytes for each tensor; of the index of shards, t
 MAX_TENSORS = 2**18
 """Mixtures of experts have the most: if each of the 18,432 matrices of Qwen3 30B-A3B's experts is quantized and stored
 as four tensors, these are 73,728; DeepSeek-V3's are 178,176."""
+COMMON_REASON = "Error while deserializing header: "
 MAX_HEADER_COMMAS = 2**22  # 16 for each tensor
 
 
@@ -124,7 +125,10 @@ def opened(path: Path) -> Iterator[safe_open]:
     reason = f"{path} is not a readable safetensors file"
     try:
         with foreign_code(InvalidCheckpointError, reason):
-            mapped = safe_open(path, framework="pt")
+            try:
+                mapped = safe_open(path, framework="pt")
+            except SafetensorError as fault:  # what is at fault comes last in its long sentence
+                raise SafetensorError(str(fault).removeprefix(COMMON_REASON)) from fault
         with mapped as file:
             yield file
     except SafetensorError as fault:

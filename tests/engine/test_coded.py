@@ -22,8 +22,8 @@ from tests.parity.shapes import SHAPES
 from tests.weights.gguf.k_quants import TypeOf, q4_k_m
 from tests.weights.gguf.test_codes import WIDE
 from tests.weights.gguf.written import write_gguf
+from tests.weights.quantized.formats import write
 from tests.weights.quantized.test_integers import CASES
-from tests.weights.quantized.test_quantized import write
 
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
 

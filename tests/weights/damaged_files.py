@@ -19,6 +19,7 @@ import torch
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.gguf.architectures import ARCHITECTURES
+from gptserve.weights.gguf.block_sizes import BLOCKS
 from gptserve.weights.source import resolve_model
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.weights.gguf.raw import ARRAY, BOOL, F32, I32, TEXT, U32, File, number, numbers, real, text, texts, word
@@ -194,6 +195,7 @@ def _tensors() -> Iterator[tuple[str, Callable[[File], object]]]:
     )
 
 
+NOT_FINITE = ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL")
 FIRST, SECOND = "model-00001-of-00002.gguf", "model-00002-of-00002.gguf"
 
 
@@ -248,9 +250,18 @@ def _latin_key(folder: Path) -> Path:
     return _written(folder, File().data().replace(b"llama.context_length", b"llama.context_len\xc3\x28h"))
 
 
+def _infinite_scales(folder: Path, type_name: str) -> Path:
+    """Write a file in whose last tensor no scale is a number."""
+    file, num_blocks = File(), 32 * 64 // 32
+    file.tensors["blk.0.ffn_down.weight"] = type_name, (32, 64)
+    last = num_blocks * BLOCKS[type_name].num_bytes
+    return _written(folder, file.data()[:-last] + b"\xff\x7c" * (last // 2))
+
+
 DAMAGED: dict[str, Damage] = {
     **{f"cut in {name}": partial(_cut, mark=mark, behind=behind) for name, (mark, behind) in CUTS.items()},
     **{name: partial(_gguf, change=change) for name, change in (*_keys(), *_tensors())},
     **dict(_splits()),
     "a key that is not UTF-8": _latin_key,
+    **{f"scales of {name} that are no numbers": partial(_infinite_scales, type_name=name) for name in NOT_FINITE},
 }

@@ -73,8 +73,10 @@ def _sections(raw: RawConfig, folder: Path) -> Iterator[tuple[RawConfig, str | N
     """Yield the sections that say how weights are quantized, and their method as far as they name one."""
     keys = [key for key in KEYS if key in raw]
     for key in keys:
-        value, where = raw.value(key), f"config.json: {key}"
-        section = RawConfig(value if isinstance(value, dict) else {}, where)
+        value = raw.value(key)
+        if not isinstance(value, dict):
+            raise raw.error(key, "an object")
+        section = RawConfig(value, f"config.json: {key}")
         method = section.value("quant_method", "mlx" if set(section.names()) >= _MLX else None)
         yield section, method if isinstance(method, str) else None
     for name in (name for name in FILES if not keys and (folder / name).is_file()):

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gptserve.weights.errors import UnsupportedModelError, shown
-from gptserve.weights.quantized.codes import require_matrix
+from gptserve.weights.errors import shown
+from gptserve.weights.quantized.codes import read_choice, require_matrix
 from gptserve.weights.quantized.stored_type import Expected, Found, StoredType, UnfitError
 from gptserve.weights.raw_config import RawConfig
 from gptserve.weights.stored_tensor import Shape
@@ -102,8 +102,7 @@ class EightBits:
 
 def read_bitsandbytes(section: RawConfig) -> tuple[StoredType, ...]:
     """Return the types. What a file has, the names of its tensors show."""
-    if section.value("bnb_4bit_quant_storage", "uint8") != "uint8":
-        raise UnsupportedModelError(f"{section.file_name}: bnb_4bit_quant_storage must be uint8: others are not read")
+    read_choice(section, "bnb_4bit_quant_storage", ("uint8",), "uint8")
     return FourBits(), EightBits()
 
 

@@ -24,13 +24,14 @@ Block = tuple[int, int]
 
 
 def read_bits(section: RawConfig, name: str, default: int | None = None, choices: tuple[Bits, ...] = BITS) -> Bits:
-    """Return the bits of a code. Raises UnsupportedModelError where they are not read."""
-    bits = section.size(name, default=default)
+    """Return the bits of a code. Raises InvalidConfigError, or UnsupportedModelError where they are not read."""
+    bits, rule = section.value(name, default), " or ".join(map(str, choices))
+    if type(bits) is not int:
+        raise section.error(name, rule)
     for choice in choices:
         if bits == choice:
             return choice
-    rule = " or ".join(map(str, choices))
-    raise UnsupportedModelError(f"{section.file_name}: {name} must be {rule}, got {bits}: others are not read")
+    raise UnsupportedModelError(f"{section.file_name}: {name} must be {rule}, got {shown(bits)}: others are not read")
 
 
 def read_group_size(section: RawConfig, name: str) -> int | None:

@@ -15,7 +15,8 @@ from gptserve.weights.families import load_config
 from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
 from tests.engine.backends.cpu.coded import product
 from tests.weights.quantized import packers
-from tests.weights.quantized.test_quantized import FORMATS, INT8, Format, compressed, gptq, group, stream, write
+from tests.weights.quantized.formats import FORMATS, INT8, Format, compressed, gptq, group, write
+from tests.weights.quantized.test_quantized import stream
 
 ZEROS_4, ZEROS_8 = CodeFormat(4, "scales and zeros"), CodeFormat(8, "scales and zeros")
 SCALES_4, SCALES_8 = CodeFormat(4, "scales"), CodeFormat(8, "scales")
