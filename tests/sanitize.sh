@@ -21,7 +21,7 @@ sanitized() {
   rm -rf "$copy" && mkdir -p "$copy"
   git ls-files -z | xargs -0 cp --no-dereference --parents --target-directory "$copy"
   cd "$copy"
-  sed -i 's/"-g0"/"-g"/' setup.py # reports name lines
+  sed -i 's/"-g0"/"-g1"/; s/"-O3"/"-O1"/' setup.py # reports name lines; GCC is done in minutes
   CXXFLAGS=$flags LDFLAGS=$flags "$python" setup.py --quiet build_ext --inplace
   for library in engine/backends/cpu/_*.so; do
     nm --dynamic "$library" | grep "__[atu]*san_" > /dev/null || { echo "$library is not sanitized" >&2; exit 1; }

@@ -50,7 +50,12 @@ static inline bool has_avx512() {
 
 // Code that is compiled into what calls it: into a function of each set of instructions, or so that sums which it adds to
 // stay in registers.
+// A sanitizer's checks make functions so large that inlining them all takes GCC minutes.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define INLINE static inline
+#else
 #define INLINE static inline __attribute__((always_inline))
+#endif
 
 // Have the compiler keep a vector in a register here.
 #if defined(__x86_64__)
