@@ -119,6 +119,9 @@ FOREIGN = frozenset(
         # llama.cpp and Ollama
         *("repeat_penalty", "repeat_last_n", "n_predict", "num_predict", "num_ctx", "n_keep", "cache_prompt"),
         *("typical_p", "tfs_z", "top_a", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_nl"),
+        *("reasoning_format", "parse_tool_calls", "min_keep", "return_tokens"),
+        # text-generation-webui, whose fields SillyTavern sends, and OpenRouter
+        *("mode", "truncation_length", "temperature_last", "models"),
         # Anthropic, Mistral and SGLang
         *("stop_sequences", "thinking", "random_seed", "safe_prompt", "separate_reasoning", "stream_reasoning"),
     }

@@ -44,6 +44,8 @@ def test_an_unknown_route_is_a_404(api: Api) -> None:
         ("POST", "/chat/completions/", "/v1/chat/completions"),
         ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
         ("GET", "/models", "/v1/models"),
+        ("POST", "/openai/v1/chat/completions/", "/v1/chat/completions"),
+        ("POST", "/api/chat", "/v1/chat/completions"),
     ],
 )
 def test_a_404_says_what_to_call(api: Api, method: str, path: str, meant: str) -> None:

@@ -33,10 +33,8 @@ def rope_fields(keys: Keys) -> Fields:
     if num_rotated > size:
         raise keys.fault("rope.dimension_count", f"at most {size}, the size of a head")
     fields: Fields = {"rope_theta": theta, "partial_rotary_factor": num_rotated / size}
-    kind, factor = keys.get("rope.scaling.type") or "none", keys.number("rope.scaling.factor", 0.0)
-    factor = factor or keys.number("rope.scale_linear", 1.0)
-    if kind == "none" and factor != 1.0:
-        kind = "linear"
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 1.0)
+    kind = keys.get("rope.scaling.type") or ("none" if factor == 1.0 else "linear")
     if kind == "linear":
         fields["rope_scaling"] = {"rope_type": kind, "factor": factor}
     elif kind == "yarn":

@@ -15,7 +15,13 @@ from gguf import GGMLQuantizationType
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.errors import InvalidCheckpointError, WeightsError
 from gptserve.weights.families import load_config
-from gptserve.weights.gguf.architectures import ARCHITECTURES, describe_config, named_tensors
+from gptserve.weights.gguf.architectures import (
+    _MODEL_TYPES,
+    _REFUSED,
+    ARCHITECTURES,
+    describe_config,
+    named_tensors,
+)
 from gptserve.weights.gguf.reader import read_header
 from gptserve.weights.inventory import stored_parts
 from gptserve.weights.sharding import Share
@@ -224,6 +230,18 @@ def test_what_no_family_computes_is_refused(name: str, tmp_path: Path) -> None:
         describe_config(header)
 
 
+@pytest.mark.parametrize(("kind", "scaling"), [("none", None), (None, {"rope_type": "linear", "factor": 4.0})])
+def test_a_factor_counts_unless_nothing_is_scaled(
+    kind: str | None, scaling: dict[str, object] | None, tmp_path: Path
+) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Llama, linear scaling"])
+    write_gguf(folder, path, GGMLQuantizationType.F16)
+    header = read_header(path)
+    header.keys.update({"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0})
+    assert describe_config(header).get("rope_scaling") == scaling
+
+
 def test_rows_that_are_no_heads_are_refused(tmp_path: Path) -> None:
     folder, path = tmp_path / "folder", tmp_path / "model.gguf"
     write_model(folder, *MODELS["GLM 4"])
@@ -297,3 +315,8 @@ def test_an_engine_gives_the_tokens_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_all_architectures_are_tried() -> None:
     assert {its.model_type for its in ARCHITECTURES.values()} == {model_type for model_type, _ in MODELS.values()}
+
+
+def test_what_is_refused_as_another_architecture_has_its_reason() -> None:
+    assert set(_MODEL_TYPES.values()) <= _REFUSED.keys()
+    assert not {name.replace("-", "_") for name in ARCHITECTURES} & {*_REFUSED, *_MODEL_TYPES}

@@ -164,9 +164,15 @@ def minimal() -> bytes:
 
 MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
     "another architecture": (
-        ("llama", "mamba"),
-        "general.architecture 'mamba' is not supported; GGUF files of apertus, ",
+        ("llama", "dream"),
+        "general.architecture 'dream' is not supported; GGUF files of apertus, ",
     ),
+    "states": (
+        ("llama", "falcon-h1"),
+        "general.architecture 'falcon-h1' is not supported: it has layers that keep a state in place of keys and ",
+    ),
+    "latents": (("llama", "deepseek2"), "'deepseek2' is not supported: it has latent attention (MLA), whose keys "),
+    "a part that sees": (("llama", "clip"), "it is how a model sees, whose text is in another file; GGUF files of "),
     "another tokenizer": (
         ("gpt2", "bert"),
         "tokenizer.ggml.model must be one of gpt2, llama: other tokenizers are not",
