@@ -193,7 +193,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the tokens of a prompt. Raises InvalidRequestError if it is neither text nor token ids."""
         if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode_prompt(prompt))
+            return tuple(self.tokenizer.encode_with_special(prompt, template=True))
         try:
             return tuple(map(operator.index, prompt))
         except TypeError as error:

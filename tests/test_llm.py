@@ -66,6 +66,11 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert [len(its.token_ids) for its in answers] == lengths
 
 
+def test_the_text_of_a_special_token_is_that_token(llm: LLM) -> None:
+    (answer,) = llm.generate("<|im_start|><|endoftext|>", SamplingParams(max_tokens=1))
+    assert answer.prompt_token_ids == (2028, 0)
+
+
 def test_token_ids_alone_are_one_prompt(llm: LLM) -> None:
     ids = np.array([5, 6, 7])
     for given in ([5, 6, 7], ids, [ids]):

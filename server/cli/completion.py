@@ -35,7 +35,8 @@ def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[
     params = SamplingParams(**sampling)
     llm = LLM(folder)
     choice = ChoiceOutput(llm.tokenizer, stop=stop, skip=llm.tokenizer.special_ids)
-    for output in llm.stream([Request("local", tuple(llm.tokenizer.encode_prompt(prompt)), params, seed)]):
+    token_ids = tuple(llm.tokenizer.encode_with_special(prompt, template=True))
+    for output in llm.stream([Request("local", token_ids, params, seed)]):
         if output.error is not None:
             raise CommandError(output.error)
         yield choice.add(output).text

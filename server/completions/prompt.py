@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import too_long
@@ -20,14 +21,17 @@ THREAD_CHARACTERS = 2000  # about 0.5 ms of tokenizing; below that a thread cost
 async def encode_prompt(
     prompt: str | list[int], body: GenerationRequest, max_tokens: int, service: Service
 ) -> list[int]:
-    """Return the token ids of a prompt, cut as `body` asks for. Raises InvalidRequestError."""
+    """Return the token ids of a prompt, cut as `body` asks for; the text of a special token in it becomes that token.
+
+    Raises InvalidRequestError.
+    """
     num_kept = num_kept_tokens(body, max_tokens, service)
     if not isinstance(prompt, str):
         return cut_tokens(prompt, num_kept, body)
     if not num_kept:
         check_length(prompt, service)
     tokenizer = service.model.tokenizer
-    encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
+    encode = partial(tokenizer.encode_with_special, template=body.add_special_tokens is not False)
     with blaming("prompt"):
         if tokenizer.has_workers or len(prompt) > THREAD_CHARACTERS:
             token_ids = await service.in_worker(encode, prompt)

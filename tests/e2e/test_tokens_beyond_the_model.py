@@ -33,12 +33,12 @@ def folder(storyteller: Path, tmp_path: Path) -> Path:
 def test_only_prompts_with_such_a_token_are_refused(folder: Path) -> None:
     good: list[dict[str, Any]] = [
         {"prompt": "Once upon a time"},
-        {"prompt": "<image_soft_token>"},  # plain text means no special token
         {"messages": [{"role": "user", "content": "Tell me a story."}]},
         {"prompt": "{", "structured_outputs": {"regex": "[a-z]{2,4}"}},
     ]
     bad: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"prompt": [1, IMAGE]}, LACKED),
+        ({"prompt": "<image_soft_token>"}, LACKED),
         ({"prompt": "a <pad> b"}, {**LACKED, "message": f"prompt: token ids must be in [0, {IMAGE}), got {PAD}"}),
         ({"messages": [{"role": "user", "content": "see <image_soft_token>"}]}, {**LACKED, "param": "messages"}),
         (

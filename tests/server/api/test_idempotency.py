@@ -187,11 +187,11 @@ def test_a_bad_key_is_refused(serve: Serve, key: str) -> None:
 def test_requests_of_the_same_instant_make_one_completion(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is tokenized, beside the event loop, until all have come; one of another body is among them."""
     num_requests, came, asked = 8, threading.Event(), []
-    encode, make = ByteTokenizer.encode_prompt, BackgroundRequest.of
+    encode, make = ByteTokenizer.encode_with_special, BackgroundRequest.of
 
-    def encode_late(self: ByteTokenizer, text: str) -> list[int]:
+    def encode_late(self: ByteTokenizer, text: str, *, template: bool = False) -> list[int]:
         assert came.wait(20)
-        return encode(self, text)
+        return encode(self, text, template=template)
 
     def count(*arguments: Any) -> BackgroundRequest:
         asked.append(make(*arguments))
@@ -199,9 +199,9 @@ def test_requests_of_the_same_instant_make_one_completion(serve: Serve, monkeypa
             came.set()
         return asked[-1]
 
-    monkeypatch.setattr(ByteTokenizer, "encode_prompt", encode_late)
-    monkeypatch.setattr(BackgroundRequest, "of", count)
     server = serve(FakeEngineClient(info=replace(INFO, max_model_len=10_000)))
+    monkeypatch.setattr(ByteTokenizer, "encode_with_special", encode_late)
+    monkeypatch.setattr(BackgroundRequest, "of", count)
     bodies = [{"prompt": "x" * 3000}] * num_requests + [{"prompt": "y" * 3000}]
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(lambda body: post(server, KEY, **body), bodies))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Api
-from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient
+from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient
 
 
 def test_choices_are_numbered_prompt_by_prompt(make_api: Callable[..., Api]) -> None:
@@ -40,12 +40,23 @@ def test_text_and_ids_are_the_same_prompt(api: Api, prompt: object) -> None:
     assert api.engine.submitted[0].prompt_token_ids == (97, 98)
 
 
+@pytest.mark.parametrize(("add_special_tokens", "begin"), [(None, (1,)), (True, (1,)), (False, ())])
+def test_the_text_of_a_special_token_is_that_token(
+    make_api: Callable[..., Api], add_special_tokens: bool | None, begin: tuple[int, ...]
+) -> None:
+    api = make_api(FakeEngineClient(), ByteTokenizer(begin=[1]))
+    body = {"prompt": "a<|endoftext|>", "add_special_tokens": add_special_tokens}
+    api.complete(**body)
+    assert api.engine.submitted[0].prompt_token_ids == (*begin, 97, EOS)
+    assert api.request("POST", "/tokenize", json=body).json()["tokens"] == [*begin, 97, EOS]
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(_self: object, text: str) -> list[int]:
+    def encode(_self: object, text: str, *, template: bool = False) -> list[int]:
         raise AssertionError("tokenized")
 
     most = INFO.max_model_len * ByteTokenizer.max_token_bytes
-    monkeypatch.setattr(ByteTokenizer, "encode_prompt", encode)
+    monkeypatch.setattr(ByteTokenizer, "encode_with_special", encode)
     response = api.complete(prompt="é" * (most // 2 + 1))
     assert response.status_code == 400
     assert response.json()["error"] == {
@@ -168,14 +179,15 @@ def test_what_takes_long_is_tokenized_beside_the_event_loop(
     make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, length: int, has_workers: bool, in_thread: bool
 ) -> None:
     threads = []
-    encode = ByteTokenizer.encode_prompt
+    encode = ByteTokenizer.encode_with_special
 
-    def spy(self: ByteTokenizer, text: str) -> list[int]:
+    def spy(self: ByteTokenizer, text: str, *, template: bool = False) -> list[int]:
         threads.append(threading.current_thread() is not threading.main_thread())
-        return encode(self, text)
+        return encode(self, text, template=template)
 
-    monkeypatch.setattr(ByteTokenizer, "encode_prompt", spy)
+    monkeypatch.setattr(ByteTokenizer, "encode_with_special", spy)
     monkeypatch.setattr(ByteTokenizer, "has_workers", has_workers)
     api = make_api(FakeEngineClient(info=replace(INFO, max_model_len=10_000)))
+    threads.clear()  # of what a model's marks are
     assert api.complete(prompt="x" * length).json()["usage"]["prompt_tokens"] == length
     assert threads == [in_thread]
