@@ -56,6 +56,8 @@ _BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
 """Of a weight's element; GROUPED has the others."""
 GROUPED: tuple[WeightType, ...] = ("int4", "int5", "int8_groups")
 """The types that are codes in groups, which the quantization int4 uses."""
+EMBEDDING_CODES = CodeFormat(8, "scales")
+"""The codes of which a CPU reads single rows: a tied head in them is the embedding, too."""
 OF_STREAM = ("qkv", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
 _WIDE_BYTES = 4  # of scales, factors and what is not quantized
@@ -104,7 +106,7 @@ def weight_type_of(linear: str, num_layers: int, quantization: Quantization | No
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
     """Return the codes of one of GROUPED with rows of num_in: least values, with sub-scales where super groups fit."""
     if weight_type == "int8_groups":
-        return CodeFormat(8, "scales")
+        return EMBEDDING_CODES
     return CodeFormat(4 if weight_type == "int4" else 5, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
 
 
@@ -116,7 +118,8 @@ def keeps_codes(config: EngineConfig) -> bool:
 def codes_kept(model: ModelConfig, formats: Mapping[str, AnyFormat]) -> dict[str, AnyFormat]:
     """Return those of the weights that can come as codes which a CPU keeps so, by their canonical names.
 
-    They are what a quantization changes. An embedding is also kept in its dtype; its codes are for a tied head.
+    They are what a quantization changes. Codes of an embedding are for a tied head; it is also kept in its dtype,
+    unless they are EMBEDDING_CODES.
     """
     linears = {f"{name}.weight" for name in (*_QUANTIZED, *(("embed",) if model.tied_head else ()))}
     return {name: its for name, its in formats.items() if name.split(".", name.count(".") - 1)[-1] in linears}
@@ -170,7 +173,8 @@ def held_weights(
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
     `kept` is the stored type that a device keeps, if any; `codes` are what `codes_kept` returns. A tied head is the
-    embedding, which is then in 8 bits in int4; in int8 or as codes it is a copy beside it.
+    embedding, which is then in 8 bits in int4, as are codes with scales alone; in int8 or as other codes it is a copy
+    beside it.
     On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
     weights may take: how many outputs and channels are not quantized depends on their values.
     """
@@ -183,7 +187,7 @@ def held_weights(
             weight_type = weight_type_of("head" if is_head else linear, model.num_layers, quantization)
         if kept is not None and held is not None:
             its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
-        elif name in codes and name != "embed.weight":
+        elif name in codes and (name != "embed.weight" or codes[name] == EMBEDDING_CODES):
             its_type, num_bytes = codes[name].name, codes[name].num_bytes(shape)
         elif weight_type is not None:
             its_type, num_bytes = str(weight_type), _quantized_bytes(linear, shape, weight_type)
@@ -194,8 +198,11 @@ def held_weights(
     if model.tied_head and share.rank == 0:
         head, its_codes = (model.vocab_size, model.embed_size or model.hidden_size), codes.get("embed.weight")
         copy_type: str | None = None
-        head_type, num_bytes = weight_type_of("head", model.num_layers, quantization), embedding_bytes
-        if its_codes is not None:
+        head_type: str | None = weight_type_of("head", model.num_layers, quantization)
+        num_bytes = embedding_bytes
+        if its_codes is not None and its_codes == EMBEDDING_CODES:
+            head_type = its_codes.name
+        elif its_codes is not None:
             copy_type, num_bytes = its_codes.name, its_codes.num_bytes(head)
         elif quantization == "int8":
             copy_type, num_bytes = quantization, _quantized_bytes("head", head)

@@ -9,9 +9,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.int4 import RowsOfCodes
 from gptserve.engine.backends.cpu.linear import NativeCodedLinear
 from gptserve.engine.engine import Engine
 from gptserve.engine.runner.memory import codes_kept, held_weights, linear_bytes
+from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.inventory import code_formats
 from gptserve.weights.quantized.coded import CodedWeight, JoinedFormat
@@ -88,6 +90,29 @@ def test_several_types_in_a_layer_give_nearly_what_they_are_unpacked_to(tmp_path
     assert (found - expected).std() < 0.04 * expected.std()
 
 
+@pytest.mark.parametrize(("quant", "is_shared"), [(Q8_0, True), (Q4_1, False)], ids=["Q8_0", "Q4_1"])
+def test_an_embedding_of_8_bits_is_read_from_the_codes_of_its_head(
+    quant: GGMLQuantizationType, is_shared: bool, tmp_path: Path
+) -> None:
+    folder = written("Llama, biases, own head size, tied", tmp_path, quant)
+    model = load_config(folder)
+    found = make_engine(folder, dtype="bfloat16")._runner._decoder._embedding
+    (table,) = (
+        tensor
+        for name, tensor in Checkpoint(folder, model).stream(dtype=torch.bfloat16, device="cpu")
+        if name == "embed.weight"
+    )
+    assert isinstance(table, torch.Tensor)
+    assert isinstance(found, RowsOfCodes) == is_shared
+    assert torch.equal(found[torch.arange(model.vocab_size)], table)
+
+    codes = codes_kept(model, code_formats(folder, model))
+    sizes = {its.name: its.num_bytes for its in held_weights(model, 2, codes=codes)}
+    num_bytes = codes["embed.weight"].num_bytes((model.vocab_size, model.hidden_size))
+    plain = 2 * model.vocab_size * model.hidden_size
+    assert (sizes["embed.weight"], sizes["head.weight"]) == ((num_bytes, 0) if is_shared else (plain, num_bytes))
+
+
 def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written("Llama", tmp_path)
     assert make_engine(folder, dtype="bfloat16", quantization="int8").info.product == "native_int8"
@@ -120,7 +145,7 @@ def test_the_plan_has_the_bytes_that_the_linears_hold(
     num_parts = [len(its.parts) if isinstance(its, JoinedFormat) else 1 for its in codes.values()]
     assert len(held) == sum(num_parts)
     assert (max(num_parts) > 1) == (quant is q4_k_m)
-    planned = [entry for entry in held_weights(model, 2, codes=codes) if entry.type is not None]
+    planned = [entry for entry in held_weights(model, 2, codes=codes) if entry.type is not None and entry.num_bytes]
     assert {entry.type for entry in planned} == {its.name for its in codes.values()}
     assert len(planned) == len(codes)
     assert sum(held) * 0.8 < sum(entry.num_bytes for entry in planned) <= sum(held)  # which has padding

@@ -73,13 +73,7 @@ class NativeInt4Linear(NativeCodedLinear):
         are instead those of a small sum of the squared errors of products, as if no two inputs had to do with each
         other. A group that is not finite gives NaN.
         """
-        self._format = its
         super().__init__(_Floats(its, weight, squares), bias, activation, out_dtype, variant, memory)
-
-    @property
-    def rows(self) -> RowsOfCodes | None:
-        """The rows of the weight, if they can be read: in 8 bits with scales alone."""
-        return RowsOfCodes(self) if self._format == RowsOfCodes.FORMAT else None
 
     def _pack_codes(self, weight: GroupedRows) -> int:
         """Keep the weight in the library's layout; return where it begins. Threads pack what they quantize."""
@@ -105,13 +99,19 @@ class NativeInt4Linear(NativeCodedLinear):
 
 
 class RowsOfCodes:
-    """Rows of the weight of a NativeInt4Linear, rounded to the dtype of computation. A Rows."""
+    """Rows of the weight of a NativeCodedLinear, rounded to the dtype of computation. A Rows."""
 
     device = torch.device("cpu")
     KIND = native.CODED_ROWS
     FORMAT = CodeFormat(8, "scales")
 
-    def __init__(self, linear: NativeInt4Linear) -> None:
+    @classmethod
+    def of(cls, linear: NativeCodedLinear) -> RowsOfCodes | None:
+        """Return the rows, if they can be read: in 8 bits with scales alone."""
+        formats = [native.CODE_FORMATS[part.format] for part in linear.weight.parts[: linear.weight.num_parts]]
+        return cls(linear) if formats == [cls.FORMAT] else None
+
+    def __init__(self, linear: NativeCodedLinear) -> None:
         self.linear, self.dtype = linear, linear.x_dtype
         self.address = linear.weight.parts[0].weight
         """Where they are packed."""

@@ -132,13 +132,13 @@ def test_rows_are_those_of_the_codes(width: int, dtype: torch.dtype) -> None:
     weight[:, 1::7] *= 1e-6  # subnormal scales
     weight[40, :32] *= 1e-6
     linear = NativeInt4Linear(weight, RowsOfCodes.FORMAT, None)
-    rows = linear.rows
+    rows = RowsOfCodes.of(linear)
     assert rows is not None
     assert (rows.dtype, rows.device) == (dtype, torch.device("cpu"))
     numbers = torch.tensor([0, 69, 31, 32, 40, 31])
     expected = quantize_groups(weight, RowsOfCodes.FORMAT).values(slice(0, 70)).to(dtype)
     assert torch.equal(rows[numbers], expected[numbers])
-    assert NativeInt4Linear(weight, CodeFormat(4, "scales"), None).rows is None
+    assert RowsOfCodes.of(NativeInt4Linear(weight, CodeFormat(4, "scales"), None)) is None
 
 
 @pytest.mark.parametrize("wide", [(), ("out",)])
@@ -157,7 +157,7 @@ def test_a_program_embeds_by_codes_as_by_a_plain_table(
         NativeInt4Linear(torch.randn(70, 96).to(dtype), RowsOfCodes.FORMAT, None),
         torch.tensor([69, 0, 33]),
     )
-    rows = linear.rows
+    rows = RowsOfCodes.of(linear)
     assert rows is not None
     plain = rows[torch.arange(70)]
     found = []
