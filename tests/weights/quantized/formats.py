@@ -16,7 +16,8 @@ LLAMA |= {"num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings":
 PHI3 = {**LLAMA, "pad_token_id": 0}
 NEOX = {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 48, "n_positions": 32}
-FAMILIES = {"llama": LLAMA, "phi3": PHI3, "gpt_neox": NEOX, "gpt2": GPT2}
+MIXTRAL = {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
+FAMILIES = {"llama": LLAMA, "phi3": PHI3, "gpt_neox": NEOX, "gpt2": GPT2, "mixtral": MIXTRAL}
 
 
 def group(**weights: Any) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Format:
     """By the last part of a module's name."""
 
     def of(self, module: str) -> Packer | None:
-        if module.endswith(("lm_head", "embed_out", "embed_in", "embed_tokens", "wte", "wpe")):
+        if module.endswith(("lm_head", "embed_out", "embed_in", "embed_tokens", "wte", "wpe", ".gate")):
             return None
         return self.others.get(module.rpartition(".")[2], self.packer)
 
@@ -62,6 +63,18 @@ FORMATS: dict[str, Format] = {
     "gptq of rows": Format(gptq(group_size=-1), packers.gptq(group_size=-1)),
     "gptq of ragged groups": Format(gptq(group_size=28), packers.gptq(group_size=28)),
     "gptq with act-order": Format(gptq(desc_act=True), packers.gptq(act_order=True)),
+    "gptq with act-order, others for each": Format(
+        gptq(desc_act=True, dynamic={"+:.*[kv]_proj": {"group_size": 40}, "+:.*up_proj": {"bits": 8, "group_size": -1}}),
+        packers.gptq(act_order=True),
+        {
+            "k_proj": packers.gptq(group_size=40, act_order=True),
+            "v_proj": packers.gptq(group_size=40),
+            "up_proj": packers.gptq(8, -1, act_order=True),
+        },
+    ),
+    "gptq of rows with act-order": Format(
+        gptq(group_size=-1, desc_act=True), packers.gptq(group_size=-1, act_order=True)
+    ),
     "gptq v2": Format(gptq(checkpoint_format="gptq_v2"), packers.gptq(version=2)),
     "gptq of 8 bits": Format(gptq(bits=8, group_size=16), packers.gptq(8, 16)),
     "gptq of both": Format(

@@ -36,6 +36,8 @@ FOUND: dict[str, CodeFormat | None] = {
     "gptq of rows": ZEROS_4,
     "gptq of ragged groups": None,
     "gptq with act-order": None,
+    "gptq with act-order, others for each": None,
+    "gptq of rows with act-order": ZEROS_4,  # which has one group
     "gptq v2": ZEROS_4,
     "gptq, symmetric": SCALES_4,
     "gptq v2 of 8 bits, symmetric": SCALES_8,

@@ -80,6 +80,13 @@ def test_fused_interleaved_and_transposed_projections(
     assert all_equal(stream(folder), stream(plain))
 
 
+@pytest.mark.parametrize("name", ["gptq with act-order, others for each", "gptq of both", "awq"])
+def test_experts_are_read_one_by_one(name: str, written: Callable[..., tuple[Path, Path]]) -> None:
+    folder, plain = written(name, "mixtral")
+    assert any(".experts." in name for name in load_file(folder / "model.safetensors"))
+    assert all_equal(stream(folder), stream(plain))
+
+
 def test_a_quantized_model_takes_fewer_bytes_of_the_files(written: Callable[..., tuple[Path, Path]]) -> None:
     folder, plain = written("packed")
     sizes = [Checkpoint(its, load_config(its)).num_bytes for its in (folder, plain)]

@@ -2,8 +2,8 @@
 // AVX512-BF16, or AMX.
 //
 // A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it in bf16. A sum starts
-// at 0. The first three add element after element: AVX2 and AVX-512 with the same bits, the generic one with others where
-// it has no fused multiply-add. AVX512-BF16 adds pair after pair, and AMX sums each piece of 32 elements from 0 before it
+// at 0. The first three sum each PIECE of a row from 0, element after element, and then add it: AVX2 and AVX-512 with the
+// same bits, the generic one with others where it has no fused multiply-add. AVX512-BF16 adds pair after pair, and AMX sums each piece of 32 elements from 0 before it
 // adds it, so their bits may differ; these two take denormals as 0. linear_vectors.h has the loops around the sums.
 
 #include "linear.h"
@@ -54,32 +54,38 @@ struct InFp32 {
 
     template <int R>
     static void sum(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
-        __m512 sum[R][2];
-        float wide[PARTS][R][16];
-        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-        for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
-            UNROLL for (int r = 0; r < R; r++) {
-                const __m512i words = _mm512_loadu_si512(x + r * row_bytes + k);
-                UNROLL for (int i = 0; i < PARTS; i++) _mm512_storeu_ps(wide[i][r], part(i, words));
-            }
-            const uint8_t* ahead = soon(panel, end);
-            for (int word = 0; word < 16; word++) {
-                prefetch_words(ahead + word * WORDS);
-                const __m512i left = _mm512_loadu_si512(panel + word * WORDS);
-                const __m512i right = _mm512_loadu_si512(panel + word * WORDS + LINE);
-                UNROLL for (int i = 0; i < PARTS; i++) {
-                    const __m512 weights[2] = {part(i, left), part(i, right)};
-                    UNROLL for (int r = 0; r < R; r++) {
-                        const __m512 all = _mm512_set1_ps(wide[i][r][word]);
-                        sum[r][0] = _mm512_fmadd_ps(all, weights[0], sum[r][0]);
-                        sum[r][1] = _mm512_fmadd_ps(all, weights[1], sum[r][1]);
+        for (int64_t start = 0; start < row_bytes; start += PIECE) {
+            __m512 sum[R][2];
+            float wide[PARTS][R][16];
+            UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+            const int64_t stop = min_of(start + PIECE, row_bytes);
+            for (int64_t k = start; k < stop; k += LINE, panel += STEP) {
+                UNROLL for (int r = 0; r < R; r++) {
+                    const __m512i words = _mm512_loadu_si512(x + r * row_bytes + k);
+                    UNROLL for (int i = 0; i < PARTS; i++) _mm512_storeu_ps(wide[i][r], part(i, words));
+                }
+                const uint8_t* ahead = soon(panel, end);
+                for (int word = 0; word < 16; word++) {
+                    prefetch_words(ahead + word * WORDS);
+                    const __m512i left = _mm512_loadu_si512(panel + word * WORDS);
+                    const __m512i right = _mm512_loadu_si512(panel + word * WORDS + LINE);
+                    UNROLL for (int i = 0; i < PARTS; i++) {
+                        const __m512 weights[2] = {part(i, left), part(i, right)};
+                        UNROLL for (int r = 0; r < R; r++) {
+                            const __m512 all = _mm512_set1_ps(wide[i][r][word]);
+                            sum[r][0] = _mm512_fmadd_ps(all, weights[0], sum[r][0]);
+                            sum[r][1] = _mm512_fmadd_ps(all, weights[1], sum[r][1]);
+                        }
                     }
                 }
             }
-        }
-        UNROLL for (int r = 0; r < R; r++) {
-            _mm512_storeu_ps(sums + r * 2 * LINE, sum[r][0]);
-            _mm512_storeu_ps(sums + r * 2 * LINE + LINE, sum[r][1]);
+            UNROLL for (int r = 0; r < R; r++) {
+                UNROLL for (int half = 0; half < 2; half++) {
+                    float* total = (float*)sums + r * COLUMNS + half * 16;
+                    const __m512 before = start == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(total);
+                    _mm512_storeu_ps(total, before + sum[r][half]);
+                }
+            }
         }
     }
     static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}

@@ -23,40 +23,48 @@ static inline Words words_at(const void* p) {
 template <class Numbers, int R, int V, int N>
 static void sum_outputs(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
     typedef typename Numbers::Sum Sum;
-    Sum sum[R][N];
     int32_t parts[Numbers::PARTS][R][16];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) sum[r][n] = Sum{};
-    for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int first = 0; first < 16; first += LANES) {
-            const Words words = words_at(x + r * row_bytes + k + first * 4);
-            UNROLL for (int i = 0; i < Numbers::PARTS; i++) {
-                const auto part = Numbers::part_of_x(i, words);
-                __builtin_memcpy(&parts[i][r][first], &part, sizeof part);
-            }
-        }
-        const uint8_t* ahead = soon(panel, end);
-        for (int word = 0; word < 16; word++) {
-            // A loop that reads all outputs reads line after line, which CPUs fetch faster by themselves.
-            if (V == 0 && N < VECTORS) prefetch_words(ahead + word * WORDS);
-            UNROLL for (int i = 0; i < Numbers::PARTS; i++) {
-                Sum weights[N];
-                UNROLL for (int n = 0; n < N; n++) {
-                    const uint8_t* at = panel + word * WORDS + (V + n) * LANES * 4;
-                    weights[n] = (Sum)Numbers::part_of_weights(i, words_at(at));
+    for (int64_t start = 0; start < row_bytes; start += PIECE) {
+        Sum sum[R][N];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) sum[r][n] = Sum{};
+        const int64_t stop = min_of(start + PIECE, row_bytes);
+        for (int64_t k = start; k < stop; k += LINE, panel += STEP) {
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int first = 0; first < 16; first += LANES) {
+                const Words words = words_at(x + r * row_bytes + k + first * 4);
+                UNROLL for (int i = 0; i < Numbers::PARTS; i++) {
+                    const auto part = Numbers::part_of_x(i, words);
+                    __builtin_memcpy(&parts[i][r][first], &part, sizeof part);
                 }
-                UNROLL for (int r = 0; r < R; r++) {
-                    const Sum all = (Sum)(Words{} + parts[i][r][word]);
+            }
+            const uint8_t* ahead = soon(panel, end);
+            for (int word = 0; word < 16; word++) {
+                // A loop that reads all outputs reads line after line, which CPUs fetch faster by themselves.
+                if (V == 0 && N < VECTORS) prefetch_words(ahead + word * WORDS);
+                UNROLL for (int i = 0; i < Numbers::PARTS; i++) {
+                    Sum weights[N];
                     UNROLL for (int n = 0; n < N; n++) {
-                        sum[r][n] = Numbers::add_product(sum[r][n], all, weights[n]);
-                        KEEP_IN_REGISTER(sum[r][n]);  // GCC would move sums about, and some to memory
+                        const uint8_t* at = panel + word * WORDS + (V + n) * LANES * 4;
+                        weights[n] = (Sum)Numbers::part_of_weights(i, words_at(at));
+                    }
+                    UNROLL for (int r = 0; r < R; r++) {
+                        const Sum all = (Sum)(Words{} + parts[i][r][word]);
+                        UNROLL for (int n = 0; n < N; n++) {
+                            sum[r][n] = Numbers::add_product(sum[r][n], all, weights[n]);
+                            KEEP_IN_REGISTER(sum[r][n]);  // GCC would move sums about, and some to memory
+                        }
                     }
                 }
             }
         }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int n = 0; n < N; n++) {
+                uint8_t* total = sums + 4 * (r * COLUMNS + (V + n) * LANES);
+                Sum before = Sum{};
+                if (start != 0) __builtin_memcpy(&before, total, sizeof before);
+                before += sum[r][n];
+                __builtin_memcpy(total, &before, sizeof before);
+            }
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int n = 0; n < N; n++)
-            __builtin_memcpy(sums + 4 * (r * COLUMNS + (V + n) * LANES), &sum[r][n], sizeof sum[r][n]);
 }
 
 template <class Numbers, int R, int V = 0>
