@@ -4,7 +4,8 @@
     ~/peers/bin/python -m bench.llama_logits MODEL TOKENS.json Q8_0.npy [--type Q8_0]
     python -m bench.int8_quality MODEL TEXT --logits Q8_0=Q8_0.npy
 
-It runs in an environment of its own with cyllama, gguf, safetensors and torch, for GPT-2's and Llama's shapes.
+MODEL may be a GGUF file, which is computed as it is; a folder is written into one of --type, which takes GPT-2's and
+Llama's shapes. It runs in an environment of its own with cyllama, gguf, safetensors and torch.
 """
 
 from __future__ import annotations
@@ -22,22 +23,33 @@ from bench.peers import write_gguf
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder")
+    parser.add_argument("model", type=Path, help="folder, or GGUF file")
     parser.add_argument("tokens", type=Path, help="windows of token ids, in JSON")
     parser.add_argument("output", type=Path, help="gets the fp32 logits [windows, window - 1, vocab]")
     parser.add_argument("--type", default="Q8_0", help="of the weights: F32, BF16, Q8_0, …")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     windows = json.loads(args.tokens.read_text(encoding="utf-8"))
-    vocab_size = json.loads((args.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocab_size = vocab_size_of(args.model)
     shape = len(windows), len(windows[0]) - 1, vocab_size
     logits = np.lib.format.open_memmap(args.output, "w+", np.float32, shape)
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "model.gguf"
-        write_gguf(args.model, path, args.type)
+        path = args.model
+        if path.is_dir():
+            path = Path(name) / "model.gguf"
+            write_gguf(args.model, path, args.type)
         context = make_context(path, len(windows[0]), vocab_size, args.threads)
         for rows, ids in zip(logits, windows, strict=True):
             compute(context, ids[:-1], rows)
+
+
+def vocab_size_of(model: Path) -> int:
+    """Return how many tokens a folder or a GGUF file has."""
+    if model.is_dir():
+        return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    from gguf import GGUFReader
+
+    return len(GGUFReader(model).fields["tokenizer.ggml.tokens"].data)
 
 
 def make_context(path: Path, window: int, vocab_size: int, threads: int) -> Any:

@@ -27,8 +27,8 @@ five ragged prompts in chunks and from the cache: the largest difference in any 
 themselves spread over several units. The tests require less than 1e-4 of every shape, 64 equal greedy ids, and equal
 tensors from shards and from bf16 files.
 
-SmolLM2-135M-Instruct's GGUF file in Q4_1, whose logits reach 40, 255 positions of English: fp32 here is off from fp64 by
-at most 3.3e-5 (4.7e-6 root mean square), `transformers` on the same file by 6.4e-5 (8.2e-6), one from the other by
+SmolLM2-135M-Instruct's GGUF file in Q4_1, whose logits reach 40, 255 positions of English: fp32 here is off from fp64
+by at most 3.3e-5 (4.7e-6 root mean square), `transformers` on the same file by 6.4e-5 (8.2e-6), one from the other by
 6.4e-5.
 
 | Shape | model_type | reference | cpu |

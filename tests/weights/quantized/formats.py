@@ -64,7 +64,9 @@ FORMATS: dict[str, Format] = {
     "gptq of ragged groups": Format(gptq(group_size=28), packers.gptq(group_size=28)),
     "gptq with act-order": Format(gptq(desc_act=True), packers.gptq(act_order=True)),
     "gptq with act-order, others for each": Format(
-        gptq(desc_act=True, dynamic={"+:.*[kv]_proj": {"group_size": 40}, "+:.*up_proj": {"bits": 8, "group_size": -1}}),
+        gptq(
+            desc_act=True, dynamic={"+:.*[kv]_proj": {"group_size": 40}, "+:.*up_proj": {"bits": 8, "group_size": -1}}
+        ),
         packers.gptq(act_order=True),
         {
             "k_proj": packers.gptq(group_size=40, act_order=True),
