@@ -22,7 +22,8 @@ MODEL = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "
 MODEL |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32}
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16")
 """Presets of compressed-tensors."""
-DTYPES = ("float32", "bfloat16")
+CASES = [(scheme, dtype) for scheme in SCHEMES for dtype in ("float32", "bfloat16")]
+CASES.remove(("NVFP4A16", "float32"))  # which the library reads in bf16 alone
 
 
 def compress(folder: str, target: str, scheme: str, dtype: str) -> None:
@@ -146,8 +147,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "dtype"), CASES)
 def test_compressed_tensors(scheme: str, dtype: str, client: Environment, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "quantized"
     target.mkdir()
