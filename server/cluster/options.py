@@ -8,9 +8,7 @@ from gptserve.server.core.settings import ServerSettings
 from gptserve.server.core.settings_checks import SettingsError
 from gptserve.server.core.settings_sources import load_settings
 
-OF_RAY = frozenset(
-    {"host", "port", "ssl-certfile", "ssl-keyfile", "max-connections", "write-timeout", "shutdown-timeout"}
-)
+OF_RAY = frozenset({"host", "port", "ssl-certfile", "ssl-keyfile", "write-timeout", "shutdown-timeout"})
 """What Ray Serve decides: its proxies listen, and it ends replicas."""
 
 

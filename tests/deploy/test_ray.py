@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -24,5 +25,17 @@ def test_both_examples_have_the_application_and_options_that_gptserve_takes() ->
         target = application["deployments"][0]["autoscaling_config"]["target_ongoing_requests"]
         assert target == engine.max_num_seqs * 3 // 4
 
+        assert engine.num_threads == application["deployments"][0]["ray_actor_options"]["num_cpus"]
+
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert f"ray=={service['spec']['rayClusterConfig']['rayVersion']}" in pins
+
+
+def test_the_image_has_what_kuberay_starts_and_probes() -> None:
+    service: dict[str, Any] = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+    dockerfile = (RAY / "Dockerfile").read_text()
+    groups = [service["headGroupSpec"], *service["workerGroupSpecs"]]
+    images = {container["image"] for group in groups for container in group["template"]["spec"]["containers"]}
+    assert images == set(re.findall(r"docker build -t (\S+) -f deploy/ray/Dockerfile \.", dockerfile))
+    assert "install -y --no-install-recommends wget" in dockerfile
+    assert "--constraint /tmp/constraints.txt 'ray[serve]'" in dockerfile

@@ -2,124 +2,99 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
-from tests.server.cluster.ray_nodes import LIMIT_S, RayNodes
+from bench.ray_chaos import ARGUMENTS, TWO, cluster, compute_alone, make_catalogue, run_kills
+from bench.ray_chaos import Tally as Seen
+from bench.ray_nodes import LIMIT_S, RayNodes
 
-ON_ENGINES = {"num_cpus": 0, "resources": {"engines": 0.5}}
-SERVERS = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "resources": {"servers": 0.5}}}
-NUM_BEGUN = 25  # tokens of each stream before the kill
-PROMPTS = ["Once upon a time", "The old sailor", "In a small village", "A fox and a crow"]
-KINDS: list[dict[str, Any]] = [
-    {"frequency_penalty": 0.7, "temperature": 1.0},
-    {"n": 3, "logprobs": 2, "presence_penalty": 0.4},
-    {"structured_outputs": {"regex": "([a-z]{1,9} ){60,90}"}},
-    {"repetition_penalty": 1.2, "top_p": 0.9, "logprobs": 0},
-]
-BODIES = [
-    {"prompt": prompt, "max_tokens": 200, "seed": 7 * i + j, "stream": True, "return_token_ids": True, **kind}
-    for i, prompt in enumerate(PROMPTS)
-    for j, kind in enumerate(KINDS)
-]
-
-
-@dataclass
-class Choice:
-    """What a stream said of a choice, whose last tokens may come in one event or in two."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-Choices = dict[int, Choice]
-
-
-class Reader:
-    """Reads streams, and waits when all have begun until it is told to go on."""
-
-    def __init__(self, url: str, num_streams: int, then: Callable[[], object] = lambda: None) -> None:
-        self._url = url
-        self._begun = threading.Barrier(num_streams, then)
-
-    def read(self, body: dict[str, Any], key: str | None = None) -> Choices:
-        """Return what a stream says of each choice. With a key it asks again if it is cut."""
-        choices: Choices = defaultdict(Choice)
-        headers = {} if key is None else {"Idempotency-Key": key}
-        waits, ended = True, False
-        with httpx.Client(base_url=self._url, timeout=LIMIT_S) as client:
-            while not ended:
-                try:
-                    with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-                        assert response.status_code == 200, response.read()
-                        for line in response.iter_lines():
-                            if line.startswith("id: "):
-                                headers["Last-Event-ID"] = line.removeprefix("id: ")
-                            ended = _take(line, choices) or ended
-                            if waits and len(choices[0].token_ids) >= NUM_BEGUN:
-                                waits = False
-                                self._begun.wait(LIMIT_S)
-                    assert ended or key is not None, "the stream was cut"
-                except httpx.TransportError:
-                    if key is None:
-                        raise
-        return dict(choices)
-
-
-def _take(line: str, choices: Choices) -> bool:
-    """Add what a line says; return whether it is the last."""
-    if line == "data: [DONE]":
-        return True
-    if line.startswith("data: "):
-        event = json.loads(line.removeprefix("data: "))
-        for choice in event["choices"]:
-            found = choices[choice["index"]]
-            found.text += choice["text"]
-            found.token_ids += choice["token_ids"]
-            found.logprobs += (choice["logprobs"] or {}).get("token_logprobs", ())
-            found.finish_reason = choice["finish_reason"]
-    return False
-
-
-def read_all(reader: Reader, keys: Sequence[str | None] = (None,) * len(BODIES)) -> list[Choices]:
-    with ThreadPoolExecutor(len(BODIES)) as pool:
-        return list(pool.map(reader.read, BODIES, keys))
-
-
-def check(found: list[Choices], undisturbed: list[Choices]) -> None:
-    for body, got, wanted in zip(BODIES, found, undisturbed, strict=True):
-        assert got == wanted, body
+NUM_CLIENTS = 16  # each kind of stream with a key and without one
+MANY = 40
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    engines = {"autoscaling_config": None, "num_replicas": 2, "ray_actor_options": ON_ENGINES}
-    arguments: dict[str, object] = {"num-threads": 1, "num-blocks": 1024, "max-num-seqs": 64}
-    with RayNodes(3, arguments, {"Engine": engines, "Ingress": SERVERS}) as nodes:
+    with cluster(TWO, 3) as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def client(nodes: RayNodes) -> Iterator[httpx.Client]:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=nodes.url, timeout=LIMIT_S, limits=limits) as client:
+        yield client
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    """Return a number of whichever server answers."""
+    found = re.search(rf"^gptserve_{name}(?:\{{.*\}})? (.+)$", client.get("/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_client_that_hangs_up_ends_what_engines_compute_for_it(client: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 1000, "n": MANY, "ignore_eos": True, "stream": True}
+    before = metric(client, "generation_tokens_total")
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        wait_until(lambda: metric(client, "num_requests_running") == MANY)
+    wait_until(lambda: [metric(client, "num_requests_running") for _ in range(8)] == [0] * 8)  # both servers say so
+    assert metric(client, "generation_tokens_total") - before < MANY * 1000 / 2
+
+
+@pytest.mark.slow
+def test_what_a_server_cannot_take_is_refused_and_its_models_are_listed(client: httpx.Client) -> None:
+    [model] = client.get("/v1/models").json()["data"]
+    assert model["id"] == "storyteller"
+    num, room = 100, ARGUMENTS["max-num-seqs"] + ARGUMENTS["max-num-queued-reqs"]
+    body = {"prompt": "x", "max_tokens": 400, "n": num, "ignore_eos": True, "stream": True}
+    with ExitStack() as streams:
+        for _ in range(2 * (room // num) + 1):  # what two servers have room for, and one more
+            response = streams.enter_context(client.stream("POST", "/v1/completions", json=body))
+            if response.status_code != 200:
+                break
+        assert response.status_code == 429
+        message = f"the queue is full: at most {room} requests may run or wait, {room // num * num} do, got {num} more"
+        assert json.loads(response.read())["error"]["message"] == message
+        assert "Retry-After" in response.headers
+    assert client.post("/v1/completions", json={"prompt": "x", "temperature": -1}).status_code == 400
+
+
+@pytest.mark.slow
+def test_requests_wait_while_no_engine_runs_and_readiness_says_so(nodes: RayNodes, client: httpx.Client) -> None:
+    for _ in range(2):
+        nodes.kill("Engine")
+    wait_until(lambda: client.get("/ready").status_code == 503)
+    assert client.get("/health").status_code == 200
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    nodes.heal("Engine", 2)
+    wait_until(lambda: [client.get("/ready").status_code for _ in range(8)] == [200] * 8)
 
 
 @pytest.mark.slow
 def test_streams_go_on_whatever_is_killed(nodes: RayNodes) -> None:
-    undisturbed = read_all(Reader(nodes.url, len(BODIES)))
-    assert all(len(choices) == body.get("n", 1) for choices, body in zip(undisturbed, BODIES, strict=True))
+    async def test() -> Seen:
+        catalogue, seen = make_catalogue(NUM_CLIENTS), Seen()
+        await compute_alone(nodes, catalogue)
+        await run_kills(nodes, catalogue, seen, ["engine", "node", "server"], seed=0)
+        return seen
 
-    def kill(deployment: str) -> None:
-        nodes.replicas(deployment)[0].kill()
-
-    check(read_all(Reader(nodes.url, len(BODIES), lambda: kill("Engine"))), undisturbed)
-    nodes.heal("Engine", 2)
-    keys = [f"key-{i}" for i in range(len(BODIES))]
-    check(read_all(Reader(nodes.url, len(BODIES), lambda: kill("Ingress")), keys), undisturbed)
-    nodes.heal("Ingress", 2)
-    check(read_all(Reader(nodes.url, len(BODIES), lambda: nodes.tell("lose a node"))), undisturbed)
+    seen = asyncio.run(test())
+    assert seen.wrong == []
+    assert {seen.counts[f"{what}s killed"] for what in ("engine", "node", "server")} == {1}

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine: the program is its driver, `RayNodes` what a test has of it.
+"""A Ray cluster on this machine: the program is its driver, `RayNodes` what a test or a benchmark has of it.
 
 Each node has an address of its own on the loopback interface; replicas are found by the titles that Ray gives their
 processes. A driver of its own, as Ray leaves threads in one.
@@ -6,6 +6,7 @@ processes. A driver of its own, as Ray leaves threads in one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 MARK = "TEST_RAY_CLUSTER"
 """A variable that all processes of a cluster inherit, by which a test finds them."""
@@ -56,7 +57,7 @@ class RayNodes:
 
     def __enter__(self) -> RayNodes:
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.cluster.ray_nodes", json.dumps(self._order)],
+            [sys.executable, "-m", "bench.ray_nodes", json.dumps(self._order)],
             cwd=ROOT,
             env=os.environ | VARIABLES | self._variables | {MARK: self._mark, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -92,8 +93,14 @@ class RayNodes:
                 return
         raise AssertionError(f"the driver ended and was told to {order}")
 
+    def kill(self, deployment: str) -> None:
+        """Kill a replica, and return when it is gone."""
+        replica = self.replicas(deployment)[0]
+        replica.kill()
+        psutil.wait_procs([replica])
+
     def heal(self, deployment: str, num_replicas: int) -> None:
-        """Wait until all replicas of a deployment run again; one that was killed is gone by then."""
+        """Wait until all replicas of a deployment run again."""
         while len(self.replicas(deployment)) < num_replicas:
             time.sleep(0.2)
         self.tell("start")
@@ -123,16 +130,19 @@ def main(num_nodes: int, configuration: dict[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     cluster = Cluster()
-    nodes = [
-        cluster.add_node(
+    numbers = itertools.count()
+
+    def add_node() -> Any:
+        number = next(numbers)
+        return cluster.add_node(
             num_cpus=4,
             resources={"engines" if number else "servers": 1},
             node_ip_address=f"127.0.0.{number + 2}",
             object_store_memory=MEMORY_BYTES,
             include_dashboard=False,
         )
-        for number in range(num_nodes)
-    ]
+
+    nodes = [add_node() for _ in range(num_nodes)]
     ray.init(cluster.address, log_to_driver=False, _node_ip_address="127.0.0.2")
     deploy = ServeDeploySchema.model_validate(configuration)
     client = api.serve_start(http_options=configuration["http_options"], proxy_location="HeadOnly")
@@ -151,6 +161,8 @@ def main(num_nodes: int, configuration: dict[str, Any]) -> None:
                     time.sleep(0.2)
             case "lose a node":
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
+            case "add a node":
+                nodes.append(add_node())
             case "stop":
                 break
         print(f"done {line}", end="", flush=True)
