@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,6 +18,7 @@ from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError
 from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.process.client import EngineClient, OutputSink
 from gptserve.engine.process.fleet import Computed, Fleet, ReplicaLostError
+from gptserve.engine.process.fleet_replica import TOUCHES_PER_LEASE
 from gptserve.engine.process.live import LiveRequest
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
@@ -37,6 +39,7 @@ class _Attempt:
     def __init__(self, names: dict[str, str]) -> None:
         self.left = names
         self.replica: str | None = None
+        self.reader: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def discard(self, name: str) -> None:
@@ -72,6 +75,10 @@ class FleetClient(EngineClient):
         self._readers: dict[str, set[_Attempt]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._latest: dict[str, EngineStats] = {}
+        self._heard: set[str] = set()
+        """Replicas that sent a message since the latest round of `_watch`."""
+        self._silent: Counter[str] = Counter()
+        """For how many rounds others have not that still compute something."""
         self._totals = EngineStats()
         self._num_attempts = 0
 
@@ -129,10 +136,11 @@ class FleetClient(EngineClient):
             await asyncio.wait(tasks)
         await self._fleet.close()
 
-    def _keep(self, work: Coroutine[object, object, None]) -> None:
+    def _keep(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -148,8 +156,21 @@ class FleetClient(EngineClient):
             async for replicas in rounds:
                 for computed in replicas:
                     self._note(computed)
-                known = {computed.replica for computed in replicas} | self._readers.keys()
-                self._latest = {replica: stats for replica, stats in self._latest.items() if replica in known}
+                self._latest = {replica: stats for replica, stats in self._latest.items() if replica in self._heard}
+                self._silent = Counter({replica: self._silent[replica] + 1 for replica in self._readers})
+                for replica in self._heard:
+                    self._silent.pop(replica, None)
+                self._heard.clear()
+                for replica, num_rounds in self._silent.items():
+                    if num_rounds == TOUCHES_PER_LEASE:
+                        self._desert(replica)
+
+    def _desert(self, replica: str) -> None:
+        """Lose a replica whose calls may never end, as those to a machine without power."""
+        for attempt in tuple(self._readers[replica]):
+            self._lose(attempt, ReplicaLostError(f"replica {replica} has fallen silent"))
+            if attempt.reader is not None:
+                attempt.reader.cancel()
 
     async def _run(self, request_ids: Sequence[str]) -> None:
         """Have these requests computed to their ends, by one replica after another."""
@@ -180,7 +201,7 @@ class FleetClient(EngineClient):
         requests = [replace(self._live[known].resumed(), request_id=name) for name, known in names.items()]
         self._names |= {known: name for name, known in names.items()}
         self._attempts |= dict.fromkeys(names, attempt)
-        self._keep(self._read(attempt, requests))
+        attempt.reader = self._keep(self._read(attempt, requests))
         return attempt
 
     def _give_up(self, names: Sequence[str]) -> None:
@@ -243,6 +264,7 @@ class FleetClient(EngineClient):
 
     def _note(self, computed: Computed) -> None:
         """Count what a replica has done since its message before this one, unless that one was sent later."""
+        self._heard.add(computed.replica)
         before = self._latest.get(computed.replica, computed.stats)
         if computed.stats.num_steps >= before.num_steps:
             self._totals = computed.stats.since(before).after(self._totals)

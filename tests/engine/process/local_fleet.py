@@ -18,8 +18,8 @@ from gptserve.engine.scheduling.block_map import BlockMap
 class LocalFleet:
     """Gives each submit to the next replica that was not lost.
 
-    `asked` has it say once what all replicas do, and without `is_open` none takes a request. `num_messages` counts what
-    all have sent.
+    `asked` has it say once what all replicas do, and without `is_open` none takes a request. From those in `silent`
+    nothing comes. `num_messages` counts what all have sent.
     """
 
     def __init__(self, *factories: EngineFactory) -> None:
@@ -27,6 +27,7 @@ class LocalFleet:
         self.replicas = [FleetReplica(engine, str(i)) for i, engine in enumerate(self.engines)]
         self.lost: dict[int, asyncio.Event] = {}
         self.asked = asyncio.Event()
+        self.silent: set[int] = set()
         self.is_open = asyncio.Event()
         self.is_open.set()
         self.num_messages = 0
@@ -42,9 +43,12 @@ class LocalFleet:
         """Fail the calls of a replica, whose engine then computes for nobody."""
         self.lost[number].set()
 
+    def is_lost(self, number: int) -> bool:
+        return self.lost[number].is_set() or number in self.silent
+
     async def compute(self, requests: Sequence[AnyRequest]) -> AsyncGenerator[Computed]:
         await self.is_open.wait()
-        alive = [i for i, lost in self.lost.items() if not lost.is_set() and self.engines[i].is_alive]
+        alive = [i for i in self.lost if not self.is_lost(i) and self.engines[i].is_alive]
         if not alive:
             raise await self.engines[0].wait_until_dead()
         number = alive[self.next % len(alive)]
@@ -65,6 +69,8 @@ class LocalFleet:
                 if computed is None:
                     lost.cancel()
                     return
+                if number in self.silent:
+                    await asyncio.Future()
                 self.num_messages += 1
                 yield computed
 
@@ -72,7 +78,7 @@ class LocalFleet:
         while True:
             await self.asked.wait()
             self.asked.clear()
-            yield [replica.touch("client") for i, replica in enumerate(self.replicas) if not self.lost[i].is_set()]
+            yield [replica.touch("client") for i, replica in enumerate(self.replicas) if not self.is_lost(i)]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for replica in self.replicas:

@@ -175,3 +175,22 @@ def test_requests_wait_for_a_replica_and_one_that_is_aborted_meanwhile_is_not_co
             await until(lambda: not fleet.engines[2]._live)
 
     run(test())
+
+
+def test_requests_of_a_replica_that_falls_silent_go_on_at_another_one(gate: Gate) -> None:
+    async def test() -> None:
+        fleet = make_fleet(gate)
+        async with started(FleetClient(fleet)) as client:
+            assert isinstance(client, FleetClient)
+            requests = [make_request("a", 20_000), make_request("b", ENDLESS)]
+            streams = [client.submit([request]) for request in requests]
+            for stream in streams:
+                await anext(stream)
+            fleet.silent.add(int(client._attempts[client._names["a"]].replica or ""))
+            going = asyncio.create_task(collect(streams[0]))
+            await until(lambda: fleet.asked.set() or going.done())
+            assert going.result()["a"][-1] == expected(requests[0])[-1]
+            await until(lambda: fleet.asked.set() or len(client._readers) == len(client._latest) == 1)
+            streams[1].abort()
+
+    run(test())
