@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
+from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidConfigurationError
 from gptserve.engine.parallel.links import accept_ranks
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.factory import load_engine
@@ -28,6 +28,7 @@ from tests.engine.runs import OutputsById, make_config, make_engine, make_reques
 from tests.leaks import holdings, wait_until_gone
 
 NUM_TOKENS = 24
+STALL_LIMIT_S = 4.0
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,26 @@ def test_streams_go_on_when_a_node_is_killed_and_started_again(tiny_gpt2: Path, 
 
     asyncio_run(test())
     assert not wait_until_gone(before)
+
+
+@pytest.mark.slow
+def test_streams_go_on_when_a_node_falls_silent(tiny_gpt2: Path, copy: Path) -> None:
+    expected, port = tokens(run(make_engine(tiny_gpt2), requests())), free_port()
+    factory = functools.partial(load_engine, make_config(tiny_gpt2, **of_nodes(port)))
+    make_client = functools.partial(ProcessClient, factory)
+    supervisor = Supervisor(make_client, max_restarts=9, stall_limit_s=STALL_LIMIT_S, load_limit_s=LIMIT_S)
+
+    async def test() -> None:
+        with second_node(copy, port) as node:
+            async with started(supervisor) as client:
+                streams = {request.request_id: client.submit([request]) for request in requests()}
+                rank_of(node).suspend()  # its kernel goes on to answer: TCP sees nothing
+                for request_id, stream in streams.items():
+                    found = [output async for outputs in stream for output in outputs]
+                    assert token_ids(found) == expected[request_id]
+                assert client.restarts[DeathKind.STALLED] >= 1
+
+    asyncio_run(test())
 
 
 @pytest.mark.slow
