@@ -206,18 +206,18 @@ struct Packing {
     CodeFormat format;
 };
 
-// Set bits `shift` to `shift` + 7 of a byte of a word, or as many as the code has.
+// Put the codes of a group of an output into their words.
 void pack_group(const uint8_t* codes, const CodeFormat& format, uint8_t* upper, uint8_t* lower) {
-    for (int k = 0; k < GROUP; k++) {
-        const int part = k / 4, byte = k % 4;
-        if (format.bits == 8) {
-            lower[part * WORDS + byte] = codes[k];
-            continue;
-        }
-        lower[part / 2 * WORDS + byte] |= (codes[k] & 15) << part % 2 * 4;
-        if (const int bits = format.upper_bits())
-            upper[part * bits / 8 * WORDS + byte] |= codes[k] >> 4 << part * bits % 8;
+    uint32_t parts[GROUP / 4], lower_words[GROUP / 4] = {}, upper_words[2] = {};
+    __builtin_memcpy(parts, codes, sizeof parts);
+    const int bits = format.lower_bits(), upper_bits = format.upper_bits(), num = 8 / bits;  // parts of a lower word
+    for (int part = 0; part < GROUP / 4; part++) {
+        const uint32_t nibbles = 0x0f0f0f0f, low = bits == 8 ? parts[part] : parts[part] & nibbles;
+        lower_words[part / num] |= low << part % num * bits;
+        if (upper_bits) upper_words[part * upper_bits / 8] |= (parts[part] >> 4 & nibbles) << part * upper_bits % 8;
     }
+    for (int i = 0; i < GROUP / 4 / num; i++) __builtin_memcpy(lower + i * WORDS, lower_words + i, 4);
+    for (int i = 0; i < upper_bits; i++) __builtin_memcpy(upper + i * WORDS, upper_words + i, 4);
 }
 
 template <class Number>
