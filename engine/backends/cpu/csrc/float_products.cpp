@@ -2,9 +2,10 @@
 // AVX512-BF16, or AMX.
 //
 // A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it in bf16. A sum starts
-// at 0. The first three sum each PIECE of a row from 0, element after element, and then add it: AVX2 and AVX-512 with the
-// same bits, the generic one with others where it has no fused multiply-add. AVX512-BF16 adds pair after pair, and AMX sums each piece of 32 elements from 0 before it
-// adds it, so their bits may differ; these two take denormals as 0. linear_vectors.h has the loops around the sums.
+// at 0. The first three sum each PIECE of a row from 0, element after element, and then add it: AVX2 and AVX-512 with
+// the same bits, the generic one with others where it has no fused multiply-add. AVX512-BF16 adds pair after pair, and
+// AMX sums each piece of 32 elements from 0 before it adds it, so their bits may differ; these two take denormals as 0.
+// linear_vectors.h has the loops around the sums.
 
 #include "linear.h"
 
