@@ -52,7 +52,6 @@ from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
-from gptserve.weights.families.refused import WHY_REFUSED
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
@@ -62,6 +61,7 @@ from gptserve.weights.families.with_vision import MISTRAL3, QWEN2_5_VL, QWEN2_VL
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized import stored_types
+from gptserve.weights.refused import WHY_REFUSED
 from gptserve.weights.special_tokens import eos_token_id
 
 FAMILIES: dict[str, Family] = {

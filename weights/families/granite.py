@@ -15,7 +15,7 @@ from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_ffn
 from gptserve.weights.families.llama import IGNORED, NAMES, llama_sources, read_llama_config
 from gptserve.weights.families.mixtral import MAX_EXPERTS
-from gptserve.weights.families.refused import KEEPS_STATES
+from gptserve.weights.refused import KEEPS_STATES
 
 _OF_STATES = ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads", "proj_bias")
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, shown
-from gptserve.weights.families.refused import WHY_REFUSED
 from gptserve.weights.gguf.architecture import Architecture
 from gptserve.weights.gguf.dense import DENSE
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.mixtures import MIXTURES
 from gptserve.weights.gguf.reader import Header
 from gptserve.weights.gguf.rope import head_size, rope_fields
+from gptserve.weights.refused import WHY_REFUSED
 from gptserve.weights.stored_tensor import StoredTensor
 
 ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES}

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
 from gptserve.weights.families import FAMILIES, find_family, load_config
-from gptserve.weights.families.refused import WHY_REFUSED
 from gptserve.weights.quantized import METHODS
+from gptserve.weights.refused import WHY_REFUSED
 from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
 from tests.weights.families.models_table import PAGE, with_table
