@@ -10,11 +10,9 @@ import os
 import time
 from pathlib import Path
 
-from gptserve.engine.info import EngineInfo
 from gptserve.engine.process.loop import EngineFactory, Report, StepEngine
 from gptserve.engine.request import Request, TokenOutput
-from gptserve.engine.scheduling.block_map import BlockMap
-from gptserve.engine.stats import EngineStats
+from tests.engine.wrapped_engine import WrappedEngine
 
 VARIABLE = "ENGINE_GATE"
 """The environment variable with the folder of the gate, for an engine that a server starts."""
@@ -64,36 +62,18 @@ class EngineGate:
             time.sleep(POLL_S)
 
 
-class HeldEngine:
+class HeldEngine(WrappedEngine):
     """A StepEngine whose steps its gate holds. While it waits, it takes commands and is not taken for stalled."""
 
     def __init__(self, engine: StepEngine, gate: EngineGate) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._gate = gate
         self._num_steps = 0
         self._has_arrivals = False
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats
-
-    @property
-    def has_work(self) -> bool:
-        return self._engine.has_work
-
     def add(self, request: Request) -> None:
-        self._engine.add(request)
+        super().add(request)
         self._has_arrivals = True
-
-    def abort(self, request_id: str) -> None:
-        self._engine.abort(request_id)
-
-    def draw_blocks(self) -> BlockMap:
-        return self._engine.draw_blocks()
 
     def step(self) -> list[TokenOutput]:
         if not self._has_arrivals and self._gate.holds(self._num_steps):
@@ -101,7 +81,7 @@ class HeldEngine:
             return []
         self._has_arrivals = False
         self._num_steps += 1
-        return self._engine.step()
+        return super().step()
 
 
 def load(folder: Path, factory: EngineFactory, *, report: Report) -> HeldEngine:

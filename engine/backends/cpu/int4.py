@@ -87,10 +87,8 @@ class NativeInt4Linear(NativeCodedLinear):
         kind = values.dtype is torch.float32, None if shares is None else shares.data_ptr(), num_in
 
         def pack(start: int) -> None:
-            rows, address = (
-                values[start : start + num],
-                packed + self._library.native_grouped_size(num_in, start, number),
-            )
+            rows = values[start : start + num]
+            address = packed + self._library.native_grouped_size(num_in, start, number)
             self._library.native_round_groups(rows.data_ptr(), *kind, len(rows), number, self._variant, address)
 
         for _ in map_pieces(pack, range(0, num_out, num)):

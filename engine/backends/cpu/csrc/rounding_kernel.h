@@ -153,8 +153,10 @@ static void drop_lone(const Group& group, Floats scale, const CodeFormat& format
     const Floats zero{}, is_spread = where_above(group.highest, group.lowest, broadcast(1), zero);
     const Floats kept = where_above(magnitude(scale), zero, broadcast(1), broadcast(1) - is_spread);
     others.values[i] = others.values[i] * kept;
-    others.integers[i] = rounded(floats_of(others.integers[i]) * kept);
-    if (format.sub_group) return;
+    if (format.sub_group) {
+        others.integers[i] = rounded(floats_of(others.integers[i]) * kept);
+        return;
+    }
     float all[AT_ONCE];
     store(all, 16, kept);
     for (int j = 0; j < AT_ONCE; j++)
