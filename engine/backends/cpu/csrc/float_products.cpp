@@ -2,10 +2,10 @@
 // AVX512-BF16, or AMX.
 //
 // A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it in bf16. A sum starts
-// at 0. The first three sum each PIECE of a row from 0, element after element, and then add it: AVX2 and AVX-512 with
-// the same bits, the generic one with others where it has no fused multiply-add. AVX512-BF16 adds pair after pair, and
-// AMX sums each piece of 32 elements from 0 before it adds it, so their bits may differ; these two take denormals as 0.
-// linear_vectors.h has the loops around the sums.
+// at 0. The first three add element after element, in fp32 each PIECE of a row from 0 before they add it: AVX2 and
+// AVX-512 with the same bits, the generic one with others where it has no fused multiply-add. AVX512-BF16 adds pair
+// after pair, and AMX sums each piece of 32 elements from 0 before it adds it, so their bits may differ; these two take
+// denormals as 0. linear_vectors.h has the loops around the sums.
 
 #include "linear.h"
 
@@ -55,11 +55,12 @@ struct InFp32 {
 
     template <int R>
     static void sum(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
-        for (int64_t start = 0; start < row_bytes; start += PIECE) {
+        const int64_t piece = PARTS == 1 ? PIECE : row_bytes;
+        for (int64_t start = 0; start < row_bytes; start += piece) {
             __m512 sum[R][2];
             float wide[PARTS][R][16];
             UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-            const int64_t stop = min_of(start + PIECE, row_bytes);
+            const int64_t stop = min_of(start + piece, row_bytes);
             for (int64_t k = start; k < stop; k += LINE, panel += STEP) {
                 UNROLL for (int r = 0; r < R; r++) {
                     const __m512i words = _mm512_loadu_si512(x + r * row_bytes + k);

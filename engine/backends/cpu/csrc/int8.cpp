@@ -55,6 +55,7 @@ namespace avx2 {
 // By AVX-VNNI, in assembly, as compilers that know AVX512-BF16 may not know it.
 struct Int8ByVnni {
     static constexpr int MAX_ROWS = 6, PARTS = 1;
+    static constexpr bool IN_PIECES = false;
     typedef Words Sum;
     static Words part_of_x(int, Words words) { return words; }
     static Words part_of_weights(int, Words words) { return words; }

@@ -9,6 +9,7 @@
 
 struct Int8 {
     static constexpr int MAX_ROWS = 6, PARTS = 2;
+    static constexpr bool IN_PIECES = false;
     typedef Words Sum;
     static constexpr auto part_of_x = pairs_of_x, part_of_weights = pairs_of_weights;
     static constexpr auto add_product = add_pairs;

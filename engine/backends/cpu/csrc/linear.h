@@ -23,7 +23,7 @@
 constexpr int COLUMNS = 32;               // outputs of a panel
 constexpr int ROW_MULTIPLE = 32;          // rows of x are padded with zeros to a multiple of this many elements
 constexpr int LINE = 64;                  // bytes of 16 words: of 16 outputs, or of a row
-constexpr int PIECE = 4 * LINE;           // bytes of a row whose products fp32 sums from 0: a longer sum rounds off more
+constexpr int PIECE = 4 * LINE;           // bytes of a row in fp32 that are summed from 0: a longer sum rounds off more
 constexpr int WORDS = COLUMNS * 4;        // bytes of a panel for a word of a row: one of each output
 constexpr int STEP = 16 * WORDS;           // and for LINE bytes of it
 constexpr int STEP_10 = 5 * WORDS;         // and for 16 elements in int10: their lower bits, then 4 words
