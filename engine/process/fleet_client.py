@@ -298,5 +298,4 @@ class FleetClient(EngineClient):
     def _end(self, death: EngineDiedError) -> None:
         self._blame(str(death), death.kind, [live.stream for live in self._live.values()])
         self._live.clear()
-        self._names.clear()
-        self._attempts.clear()
+        self._give_up(list(self._attempts))

@@ -93,6 +93,28 @@ def test_a_replica_with_other_numbers_takes_over_nothing(gate: Gate) -> None:
     run(test())
 
 
+def test_a_replica_that_is_lost_after_the_client_has_died_fails_nothing(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        fleet = LocalFleet(
+            functools.partial(fake.load, gate.path), functools.partial(fake.load, gate.path, fingerprint="other")
+        )
+        async with started(FleetClient(fleet)) as client:
+            assert isinstance(client, FleetClient)
+            streams = [client.submit([make_request("a", 5, fake.WAIT)]), client.submit([make_request("b", 5)])]
+            for stream in streams:
+                with pytest.raises(EngineDiedError, match="computes other numbers"):
+                    await collect(stream)
+            fleet.lose(0)
+            await until(lambda: len(client._tasks) == 1)  # only the one that watches replicas is left
+            closing = asyncio.create_task(client.close())
+            await until(lambda: gate.open() or closing.done())
+
+    run(test())
+    assert [record.message for record in caplog.records] == []
+
+
 def test_nothing_is_kept_of_replicas_that_are_gone(gate: Gate) -> None:
     async def test() -> None:
         fleet = make_fleet(gate, 7)
