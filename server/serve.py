@@ -22,17 +22,15 @@ import uvloop
 
 from gptserve.engine.process.client import EngineClient
 from gptserve.engine.process.garbage import without_collections
-from gptserve.server.batches.folder import FolderBatchStore
-from gptserve.server.batches.store import BatchStore, BatchStoreError
+from gptserve.server.batches.store import BatchStoreError
 from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.settings import ServerSettings
-from gptserve.server.files.folder import FolderFileStore
-from gptserve.server.files.store import FileStore, FileStoreError
+from gptserve.server.files.store import FileStoreError
 from gptserve.server.jobs.store import JobStoreError
 from gptserve.server.parts import StartError as StartError
 from gptserve.server.parts import make_app, make_engine
-from gptserve.server.stores import make_store, place_of
+from gptserve.server.stores import make_stores, place_of
 from gptserve.weights.source import Download, fetch_model, local_model
 
 if TYPE_CHECKING:  # they import the web framework
@@ -93,10 +91,7 @@ class ServingProcess:
         self._told_twice = asyncio.Event()
         self._out_of_time = asyncio.Event()
         self.hangs = False
-        self._store = make_store(settings)
-        state_dir = settings.state_dir
-        self._file_store: FileStore = FolderFileStore(state_dir and state_dir / "files")
-        self._batch_store: BatchStore = FolderBatchStore(state_dir and state_dir / "batches", settings.state_sync)
+        self._stores = self._store, self._file_store, self._batch_store = make_stores(settings)
         self._batches: Batches | None = None
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -153,8 +148,7 @@ class ServingProcess:
             await app.state.batches.start()
             self._batches = app.state.batches
         except (JobStoreError, FileStoreError, BatchStoreError) as error:
-            place = place_of(self._settings) if isinstance(error, JobStoreError) else "state-dir"
-            raise StartError(f"{place}: {error}") from error
+            raise StartError(f"{place_of(self._settings)}: {error}") from error
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
         assert self._http is not None
@@ -250,8 +244,7 @@ class ServingProcess:
         with without_collections():
             from gptserve.server.operations.banner import log_banner
 
-        stores = self._store, self._file_store, self._batch_store
-        app, self._model, self._tracing = make_app(self._settings, engine, folder, *stores)
+        app, self._model, self._tracing = make_app(self._settings, engine, folder, *self._stores)
         return app, partial(log_banner, self._model, self._settings)
 
     async def _serve(self, jobs: BackgroundJobs, lifecycle: Lifecycle) -> int:

@@ -1,4 +1,7 @@
-"""Chooses where completions are kept: memory, a folder or a database. `serve.py` and `cli/state.py` call it."""
+"""Chooses where completions, files and batches are kept: memory, a folder or a database.
+
+`serve.py`, `cluster/` and `cli/state.py` call it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,29 @@ import os
 import tempfile
 from pathlib import Path
 
+from gptserve.server.batches.folder import FolderBatchStore
+from gptserve.server.batches.store import BatchStore
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.files.folder import FolderFileStore
+from gptserve.server.files.store import FileStore
 from gptserve.server.jobs.sqlite.database import FILE_NAME
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore, JobStoreError
 
+Stores = tuple[JobStore, FileStore, BatchStore]
 
-def make_store(settings: ServerSettings) -> JobStore:
-    """Return the store of these settings, which has not been opened."""
+
+def make_stores(settings: ServerSettings) -> Stores:
+    """Return the stores of these settings, which have not been opened. The first is opened first, and closed last."""
+    folder, sync = settings.state_dir, settings.state_sync
+    batches = FolderBatchStore(folder and folder / "batches", sync)
     if settings.state_url is None:
-        return SqliteJobStore(settings.state_dir, settings.state_sync)
+        return SqliteJobStore(folder, sync), FolderFileStore(folder and folder / "files"), batches
+    from gptserve.server.files.postgres import PostgresFileStore
     from gptserve.server.jobs.postgres.store import PostgresJobStore
 
-    return PostgresJobStore(settings.state_url, settings.state_sync, settings.state_lease_ttl_s)
+    jobs = PostgresJobStore(settings.state_url, sync, settings.state_lease_ttl_s)
+    return jobs, PostgresFileStore(jobs.beside), batches
 
 
 def place_of(settings: ServerSettings) -> str:

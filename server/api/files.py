@@ -117,29 +117,29 @@ class _Routes:
         if purpose not in (None, *_PURPOSES):
             message = f"purpose must be one of {', '.join(_PURPOSES)}, got {show(purpose)}"
             raise ServiceError("invalid_value", message, param="purpose")
-        listed = self._files.list_files(owner_of(request), purpose)
+        listed = await self._files.list_files(owner_of(request), purpose)
         page, has_more = page_of(request, listed, lambda record: record.file_id, most=MAX_FILES, default=MAX_FILES)
         return await self._service.in_thread(_list_response, page, has_more)
 
     async def retrieve(self, request: Request) -> Response:
         """Describe a file."""
-        return JSONResponse(to_file_object(self._found(request)).model_dump())
+        return JSONResponse(to_file_object(await self._found(request)).model_dump())
 
     async def content(self, request: Request) -> Response:
         """Return the bytes of a file."""
-        record = self._found(request)
+        record = await self._found(request)
         file = await self._files.open(record)
         headers = {"content-length": str(record.num_bytes), "x-content-type-options": "nosniff"}
         return _Content(file, headers)
 
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
-        record = self._found(request)
+        record = await self._found(request)
         await self._files.delete(record)
         return JSONResponse(DeletedFile(id=record.file_id).model_dump())
 
-    def _found(self, request: Request) -> FileRecord:
-        return self._files.find(request.path_params["id"], owner_of(request))
+    async def _found(self, request: Request) -> FileRecord:
+        return await self._files.find(request.path_params["id"], owner_of(request))
 
     def _check_head(self, request: Request) -> None:
         """Raise ServiceError if the headers announce too much, or a page sends a form that no browser asks about."""

@@ -94,7 +94,7 @@ class Batches:
         if self._service.lifecycle.is_draining:
             raise shutting_down()
         self._check_endpoint(endpoint)
-        file = self._files.find(input_file_id, owner, "input_file_id")
+        file = await self._files.find(input_file_id, owner, "input_file_id")
         if file.purpose != "batch":
             message = f"input_file_id must be of a file with the purpose batch; {input_file_id!r} has {file.purpose}"
             raise ServiceError("invalid_value", message, param="input_file_id")

@@ -120,8 +120,10 @@ class BatchRunner:
     async def _compute(self, batch: KeptBatch) -> None:
         owner = batch.record.owner
         try:
-            input_file = self._files.find(batch.record.input_file_id, owner, "input_file_id")
+            input_file = await self._files.find(batch.record.input_file_id, owner, "input_file_id")
         except ServiceError as error:  # somebody has put back an older copy of the folder
+            if error.code != "file_not_found":
+                raise
             await self._put(batch, "failed", errors=(LineError(error.code, str(error), error.param),))
             return
         if batch.suspects:
@@ -251,13 +253,14 @@ class BatchRunner:
         file_id = f"file-{hashlib.sha256(f'{record.batch_id} {kind}'.encode()).hexdigest()[:32]}"
 
         async def write() -> None:
-            if self._files.is_kept(file_id):
+            if await self._files.is_kept(file_id):
                 return
             async with self._files.writing(record.owner, file_id) as upload:
                 with await self._store.read_results(record.batch_id, failed=kind == "error") as results:
                     await self._copy((result for _, result in results), upload.write)
                 if late is not None:
-                    with await self._files.open(self._files.find(record.input_file_id, record.owner)) as file:
+                    input_file = await self._files.find(record.input_file_id, record.owner)
+                    with await self._files.open(input_file) as file:
                         await self._copy(self._late_lines(record, file, late), upload.write)
                 await upload.keep(f"{record.batch_id}_{kind}.jsonl", "batch_output", record.output_kept_s)
 

@@ -22,15 +22,13 @@ from gptserve.engine.process.fleet import Computed
 from gptserve.engine.process.fleet_client import FleetClient
 from gptserve.engine.process.fleet_replica import FleetReplica
 from gptserve.engine.scheduling.block_map import BlockMap
-from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.cluster.options import cluster_settings
 from gptserve.server.cluster.prefix_router import PrefixRouter
 from gptserve.server.cluster.ray_fleet import RayFleet
 from gptserve.server.core.logs import configure_logging
 from gptserve.server.core.settings import ServerSettings
-from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.parts import make_app, make_engine
-from gptserve.server.stores import make_store
+from gptserve.server.stores import make_stores
 from gptserve.weights.source import Download, fetch_model, local_model
 
 if TYPE_CHECKING:
@@ -91,7 +89,7 @@ class Ingress:
         folder = await asyncio.to_thread(_folder, settings)
         self._engine = FleetClient(RayFleet(engines))
         await self._engine.start()
-        self._stores = make_store(settings), FolderFileStore(None), FolderBatchStore(None, settings.state_sync)
+        self._stores = make_stores(settings)
         await self._stores[0].open()
         self._application, self._model, self._tracing = await asyncio.to_thread(
             make_app, settings, self._engine, folder, *self._stores

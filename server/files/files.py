@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -25,7 +25,7 @@ KEPT_S = 30 * 24 * 3600  # without another expiry; OpenAI keeps the files of bat
 MAX_FILES = 10_000  # a page of the list has them all
 MAX_UPLOADS = 16  # at once; each has a descriptor and a buffer
 
-ELSEWHERE = "; --state-url shares no files and batches: only the server that has it knows it"
+ELSEWHERE = "; --state-url shares no batches: only the server that has it knows it"
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class FileLimits:
     """How large a file may be, and all together. Where there are several owners, none has more than half of all.
 
-    not_found: what an error says of what is not here, after that it does not exist.
+    not_found: what an error says of a batch that is not here, after that it does not exist.
     """
 
     max_file_bytes: int
@@ -53,6 +53,7 @@ class Upload:
     def __init__(self, files: Files, owner: str | None, content: NewContent, file_id: str) -> None:
         self._files, self._owner, self._content, self.file_id = files, owner, content, file_id
         self.num_bytes = 0
+        self.is_kept = False
         self.max_bytes: int | None = None
 
     async def write(self, data: bytes) -> None:
@@ -69,12 +70,18 @@ class Upload:
         expires_at = now + (KEPT_S if keep_s is None else keep_s)
         record = FileRecord(self.file_id, self._owner, filename, purpose, self.num_bytes, now, expires_at)
         await self._content.keep(record)
-        self._files._add(record)
+        self.is_kept = True
+        if not self._files._add(record):  # it was found meanwhile, and its bytes were counted
+            self._files.give_room(self._owner, self.num_bytes)
         return record
 
 
 class Files:
-    """The files by their ids. Invariants: only its owner finds a file; one whose time is over is not found."""
+    """The files by their ids. Invariants: only its owner finds a file; one whose time is over is not found.
+
+    In a shared store it has those of other servers, too, as they were when it last looked: at each call that asks for
+    some, at each upload, and every EXPIRY_INTERVAL_S.
+    """
 
     def __init__(self, store: FileStore, limits: FileLimits, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -113,21 +120,23 @@ class Files:
             self._expiring.cancel()
             await asyncio.wait([self._expiring])
 
-    def find(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
+    async def find(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
         """Return a file of this owner. Raises ServiceError, which names `param`."""
+        await self._look([file_id])
         record = self._records.get(file_id)
         if record is None or record.owner != owner or self._is_over(record):
-            message = f"file {file_id!r} does not exist{self._limits.not_found}"
-            raise ServiceError("file_not_found", message, param=param)
+            raise ServiceError("file_not_found", f"file {file_id!r} does not exist", param=param)
         return record
 
-    def list_files(self, owner: str | None, purpose: str | None) -> list[FileRecord]:
+    async def list_files(self, owner: str | None, purpose: str | None) -> list[FileRecord]:
         """Return the files of an owner with a purpose, None for all, oldest first."""
-        return [
+        await self._look()
+        found = [
             record
             for record in self._records.values()
             if record.owner == owner and purpose in (None, record.purpose) and not self._is_over(record)
         ]
+        return sorted(found, key=lambda record: (record.created, record.file_id))
 
     @asynccontextmanager
     async def upload(self, owner: str | None) -> AsyncIterator[Upload]:
@@ -138,6 +147,7 @@ class Files:
             raise ServiceError("rate_limit_exceeded", message, retry_after_s=1)
         num[owner] += 1
         try:
+            await self._look()
             self._check_number(owner)
             async with self.writing(owner, new_id("file-")) as upload:
                 upload.max_bytes = self._limits.max_file_bytes
@@ -152,7 +162,7 @@ class Files:
         try:
             yield upload
         finally:
-            if file_id not in self._records:
+            if not upload.is_kept:
                 self._held_bytes[owner] -= upload.num_bytes
                 try:
                     await upload._content.discard()
@@ -190,8 +200,9 @@ class Files:
         """Count bytes no more."""
         self._held_bytes[owner] -= num_bytes
 
-    def is_kept(self, file_id: str) -> bool:
+    async def is_kept(self, file_id: str) -> bool:
         """Whether there is such a file, whosever it is."""
+        await self._look([file_id])
         return file_id in self._records
 
     async def delete(self, record: FileRecord) -> None:
@@ -200,9 +211,7 @@ class Files:
             message = f"file {record.file_id!r} is the input of a batch that has not ended: cancel the batch first"
             raise ServiceError("file_in_use", message, param="id")
         await self._store.forget(record.file_id)
-        if self._records.pop(record.file_id, None) is not None:
-            self._num_files[record.owner] -= 1
-            self._held_bytes[record.owner] -= record.num_bytes
+        self._drop(record.file_id)
 
     async def expire(self) -> None:
         """Delete the files whose time is over."""
@@ -216,9 +225,36 @@ class Files:
         is_late = record.expires_at is not None and record.expires_at <= self._clock()
         return is_late and not self._num_readers[record.file_id]
 
-    def _add(self, record: FileRecord) -> None:
-        self._records[record.file_id] = record
-        self._num_files[record.owner] += 1
+    def _add(self, record: FileRecord) -> bool:
+        """Know a file; return whether it is new."""
+        is_new = record.file_id not in self._records
+        if is_new:
+            self._records[record.file_id] = record
+            self._num_files[record.owner] += 1
+        return is_new
+
+    def _drop(self, file_id: str) -> None:
+        if (record := self._records.pop(file_id, None)) is not None:
+            self._num_files[record.owner] -= 1
+            self._held_bytes[record.owner] -= record.num_bytes
+
+    async def _look(self, file_ids: Collection[str] | None = None) -> None:
+        """Learn what other servers have kept or deleted of these files, or of all."""
+        if (sharing := self._store.sharing) is None:
+            return
+        if file_ids is None:
+            known = set(self._records)  # before it asks: what is kept here meanwhile stays
+            there = await sharing.ids()
+            found = await sharing.find(there - known) if there - known else []
+        else:
+            known = self._records.keys() & set(file_ids)
+            found = await sharing.find(file_ids)
+            there = {record.file_id for record in found}
+        for file_id in known - there:
+            self._drop(file_id)
+        for record in found:
+            if self._add(record):
+                self._held_bytes[record.owner] += record.num_bytes
 
     def _check_number(self, owner: str | None) -> None:
         if self._num_files.total() >= MAX_FILES or self._num_files[owner] >= self._limits.share(MAX_FILES):
@@ -227,5 +263,9 @@ class Files:
 
     async def _expire_regularly(self) -> None:
         while True:
+            try:
+                await self._look()
+            except FileStoreError as error:
+                logger.warning("cannot look for files of other servers: %s", error)
             await self.expire()
             await asyncio.sleep(EXPIRY_INTERVAL_S)

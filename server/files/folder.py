@@ -30,6 +30,10 @@ class FolderFileStore(FileStore):
         self._folder = LockedFolder(folder)
         self._named = "the temporary folder" if folder is None else str(folder)
 
+    @property
+    def sharing(self) -> None:
+        """None: a folder is one server's."""
+
     async def load(self) -> list[FileRecord]:
         """Lock the folder and return the files in it; delete what was not kept."""
         if self._folder.is_temporary:

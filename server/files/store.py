@@ -1,10 +1,11 @@
 """Where files are kept: the record of each and its bytes. The interface of a store, which `files.py` alone knows.
 
-`folder.py` implements it and `serve.py` chooses. Another store is one more class with these methods.
+`folder.py` and `postgres.py` implement it and `stores.py` chooses. Another store is one more class with these methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, Protocol
 
@@ -16,8 +17,8 @@ Purpose = Literal["batch", "batch_output"]
 class FileStoreError(ServiceError):
     """The store cannot be opened, read or written; the message is the cause in one sentence."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__("journal_failed", message)
+    def __init__(self, message: str, code: str = "journal_failed", retry_after_s: int | None = None) -> None:
+        super().__init__(code, message, retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,31 @@ class NewContent(Protocol):
         """Forget what was written, unless it was kept."""
 
 
+class SharedFiles(Protocol):
+    """The part of a FileStore that is about what other servers keep and delete. Errors: as those of the store."""
+
+    async def ids(self) -> set[str]:
+        """Return the ids of all files."""
+
+    async def find(self, file_ids: Collection[str]) -> list[FileRecord]:
+        """Return the files with these ids that are there, oldest first."""
+
+
 class FileStore(Protocol):
     """Keeps files, which never change.
 
     Threads: all methods are called from one event loop, in its thread, and none blocks it.
 
-    Lease: a server has the whole store from `load` to `close` or to the end of its process, and no other server can
-    load it meanwhile. So bytes without a record in it are of a server that has ended, and nobody's.
+    Lease: without `sharing` a server has the whole store from `load` to `close` or to the end of its process, and no
+    other server can load it meanwhile. So bytes without a record in it are of a server that has ended, and nobody's. In
+    a store with `sharing` they are a server's that lives, which alone can keep them.
 
     Errors: all methods but `close` raise FileStoreError and no other error.
     """
+
+    @property
+    def sharing(self) -> SharedFiles | None:
+        """What is about other servers, if several may have it at once."""
 
     async def load(self) -> list[FileRecord]:
         """Take the lease; return all files, oldest first. What was begun and not kept is deleted."""
@@ -69,7 +85,8 @@ class FileStore(Protocol):
     async def open(self, file_id: str) -> BinaryIO:
         """Return the bytes of a file that is kept: a stream that can seek, for threads only. Its caller closes it.
 
-        A file that is deleted meanwhile can be read to its end.
+        A file that is deleted meanwhile can be read to its end, or that raises OSError, as it does where a shared store
+        cannot be reached.
         """
 
     async def forget(self, file_id: str) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from psycopg import AsyncConnection
 
-SCHEMA_VERSION = 1
 OLDEST_SERVER = 140000  # as PostgreSQL writes its version 14
 
 _LOCK = 0x67707473  # "gpts": the advisory lock that one server at a time prepares the tables under
-_TABLES = f"""
+_COMPLETIONS = """
 CREATE SCHEMA gptserve;
 CREATE TABLE gptserve.meta (version integer NOT NULL);
-INSERT INTO gptserve.meta VALUES ({SCHEMA_VERSION});
+INSERT INTO gptserve.meta VALUES (1);
 CREATE TABLE gptserve.replicas (
     id uuid PRIMARY KEY, heartbeat_at timestamptz NOT NULL DEFAULT clock_timestamp(), ttl_s double precision NOT NULL
 );
@@ -51,22 +50,41 @@ CREATE TABLE gptserve.ends (
     finished_at double precision NOT NULL, num_batches integer NOT NULL, num_tokens bigint NOT NULL, position text
 );
 """
+_FILES = """
+CREATE TABLE gptserve.contents (id uuid PRIMARY KEY, replica uuid REFERENCES gptserve.replicas ON DELETE CASCADE);
+CREATE INDEX ON gptserve.contents (replica);
+CREATE TABLE gptserve.pieces (
+    content uuid NOT NULL REFERENCES gptserve.contents ON DELETE CASCADE, place bigint NOT NULL, data bytea NOT NULL,
+    PRIMARY KEY (content, place)
+);
+ALTER TABLE gptserve.pieces ALTER COLUMN data SET STORAGE EXTERNAL;
+CREATE TABLE gptserve.files (
+    file_id text PRIMARY KEY, owner text, filename text NOT NULL, purpose text NOT NULL, num_bytes bigint NOT NULL,
+    created bigint NOT NULL, expires_at bigint,
+    content uuid NOT NULL UNIQUE REFERENCES gptserve.contents ON DELETE CASCADE
+);
+"""
+STEPS = (_COMPLETIONS, _FILES)
+"""What each version adds to the one before it, which servers of that one pass over while they run."""
+SCHEMA_VERSION = len(STEPS)
 
 
 async def prepare(connection: AsyncConnection) -> None:
-    """Create the tables if there are none. Raises psycopg.Error, or ValueError for tables of another version."""
+    """Create the tables that are missing. Raises psycopg.Error, or ValueError for tables of a newer version."""
     version = connection.info.server_version
     if version < OLDEST_SERVER:
         raise ValueError(f"it needs version {OLDEST_SERVER // 10000} or newer, and the server has {version // 10000}")
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
         found = await (await connection.execute("SELECT to_regclass('gptserve.meta')")).fetchone()
-        if found == (None,):
-            await connection.execute(_TABLES.encode())
-            return
-        row = await (await connection.execute("SELECT version FROM gptserve.meta")).fetchone()
-    found_version = -1 if row is None else row[0]
-    if found_version != SCHEMA_VERSION:
-        how = "older" if found_version < SCHEMA_VERSION else "newer"
-        versions = f"its format is version {found_version}, of {how} servers"
-        raise ValueError(f"{versions}, and this one reads version {SCHEMA_VERSION}; name another database")
+        row = None
+        if found != (None,):
+            row = await (await connection.execute("SELECT version FROM gptserve.meta")).fetchone()
+        found_version = 0 if row is None else row[0]
+        if found_version > SCHEMA_VERSION:
+            versions = f"its format is version {found_version}, of newer servers"
+            raise ValueError(f"{versions}, and this one reads version {SCHEMA_VERSION}; name another database")
+        if found_version < SCHEMA_VERSION:
+            for step in STEPS[found_version:]:
+                await connection.execute(step.encode())
+            await connection.execute("UPDATE gptserve.meta SET version = %s", (SCHEMA_VERSION,))

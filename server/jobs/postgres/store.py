@@ -19,6 +19,7 @@ from psycopg import AsyncConnection
 from gptserve.server.completions.encoding import PIECE_ENTRIES
 from gptserve.server.core.settings import StateSync
 from gptserve.server.jobs.postgres import statements as sql
+from gptserve.server.jobs.postgres.beside import Beside
 from gptserve.server.jobs.postgres.connections import Call, Connections, Result, cause_of
 from gptserve.server.jobs.postgres.groups import Group
 from gptserve.server.jobs.postgres.membership import Membership
@@ -38,7 +39,8 @@ from gptserve.server.jobs.store import (
 LIMIT_S = 5.0  # for a statement, with the connection it needs: what a client may wait for
 PATIENCE_S = 60.0  # that running completions wait for a database that is away
 INTERVAL_S = 0.02  # between two statements with batches: a model that makes tokens faster writes several in one row
-NUM_CONNECTIONS = 4  # beside one for the membership and one for batches
+NUM_CONNECTIONS = 4  # beside one for the membership and one for batches of outputs
+NUM_BESIDE = 2  # for files and batches of requests
 
 
 class _Batch(NamedTuple):
@@ -69,6 +71,7 @@ class PostgresJobStore(JobStore):
         self._of_membership = Connections(url, 1, settings, lease_ttl_s)
         self._patience_s = patience_s
         self._membership = Membership(self._of_membership, self._all, lease_ttl_s, min(LIMIT_S, lease_ttl_s))
+        self.beside = Beside(Connections(url, NUM_BESIDE, settings, lease_ttl_s), self._membership, LIMIT_S)
         self._batches = Group(self._append, INTERVAL_S)
         self._ends = Group(self._end)
         self._decoding = asyncio.Lock()
@@ -106,7 +109,7 @@ class PostgresJobStore(JobStore):
         await asyncio.gather(self._batches.wait(), self._ends.wait())
         with contextlib.suppress(JobStoreError):  # closed already, or out of reach: others reap it
             await self._membership.leave()
-        for connections in (self._all, self._of_batches, self._of_membership):
+        for connections in (self._all, self._of_batches, self._of_membership, self.beside):
             await connections.close()
 
     async def load(self, former_owners: FormerOwners = NO_FORMER_OWNERS) -> list[StoredJob]:

@@ -54,15 +54,12 @@ def test_only_its_owner_finds_a_file(make: Make) -> None:
     async def test() -> None:
         files = make()
         record = await upload(files, b"x", "a")
-        assert files.find(record.file_id, "a") == record
+        assert await files.find(record.file_id, "a") == record
         for owner in ("b", None):
             with pytest.raises(ServiceError, match=f"file '{record.file_id}' does not exist"):
-                files.find(record.file_id, owner)
-        assert (files.list_files("a", None), files.list_files("a", "batch_output"), files.list_files("b", None)) == (
-            [record],
-            [],
-            [],
-        )
+                await files.find(record.file_id, owner)
+        listed = [await files.list_files(*asked) for asked in (("a", None), ("a", "batch_output"), ("b", None))]
+        assert listed == [[record], [], []]
 
     run(test())
 
@@ -123,11 +120,11 @@ def test_a_file_expires_unless_a_batch_needs_it(make: Make) -> None:
         await refused(files.delete(short), "file_in_use", "is the input of a batch that has not ended")
         clock.now += 10
         await files.expire()
-        assert files.find(short.file_id, None) == short
+        assert await files.find(short.file_id, None) == short
         files.let_go(short.file_id)
         with pytest.raises(ServiceError, match="does not exist"):
-            files.find(short.file_id, None)
-        assert files.list_files(None, None) == [long]
+            await files.find(short.file_id, None)
+        assert await files.list_files(None, None) == [long]
         await files.expire()
         assert (files.num_files, files.num_bytes) == (1, 1)
 
@@ -143,7 +140,7 @@ def test_files_are_found_again_by_the_next_server(make: Make) -> None:
         clock.now += 5
         second = make(clock=clock)
         await second.start()
-        assert second.find(records[0].file_id, "a") == records[0]
+        assert await second.find(records[0].file_id, "a") == records[0]
         await second.expire()
         assert (second.num_files, second.num_bytes) == (1, 3)
         await second.close()

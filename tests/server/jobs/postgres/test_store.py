@@ -14,7 +14,7 @@ import pytest
 
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.jobs.postgres.connections import UNAVAILABLE
-from gptserve.server.jobs.postgres.schema import SCHEMA_VERSION
+from gptserve.server.jobs.postgres.schema import SCHEMA_VERSION, STEPS
 from gptserve.server.jobs.postgres.store import PostgresJobStore
 from gptserve.server.jobs.records import EndStatus
 from gptserve.server.jobs.store import JobStoreError, KeyTakenError, LeaseLostError, StoreUnavailableError
@@ -398,13 +398,34 @@ def test_a_statement_that_hangs_is_given_up_though_the_server_lives(
     with_stores(test)
 
 
-@pytest.mark.parametrize(("version", "how"), [(SCHEMA_VERSION - 1, "older"), (SCHEMA_VERSION + 1, "newer")])
-def test_tables_of_another_version_are_refused(
-    postgres_url: str, with_stores: UseStores, execute: Execute, version: int, how: str
+def test_tables_of_the_first_version_get_what_later_ones_have_beside_their_rows(
+    postgres_url: str, with_stores: UseStores, execute: Execute
 ) -> None:
+    execute("; ".join(STEPS[0].split(";")))
+
+    async def add(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        await first.add(RECORD)
+
+    tables = "SELECT count(*) FROM information_schema.tables WHERE table_schema = 'gptserve'"
+    [(num_before,)] = execute(tables)
+    assert execute("SELECT version FROM gptserve.meta") == [(1,)]
+    with_stores(add)
+    assert execute("SELECT version FROM gptserve.meta") == [(SCHEMA_VERSION,)]
+    num_added = sum(step.count("CREATE TABLE") for step in STEPS[1:])
+    assert num_added > 0
+    assert execute(tables) == [(num_before + num_added,)]  # type: ignore[operator]
+
+    async def read(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        assert await second.read_record(RECORD.completion_id) == RECORD
+
+    with_stores(read)
+
+
+def test_tables_of_a_newer_version_are_refused(postgres_url: str, with_stores: UseStores, execute: Execute) -> None:
     async def make(first: PostgresJobStore, second: PostgresJobStore) -> None: ...
 
     with_stores(make)
+    version = SCHEMA_VERSION + 1
     execute(f"UPDATE gptserve.meta SET version = {version}")
 
     async def test() -> None:
@@ -413,8 +434,8 @@ def test_tables_of_another_version_are_refused(
             await store.open()
         await store.close()
         assert str(raised.value) == (
-            f"the journal in PostgreSQL cannot be used: its format is version {version}, of {how} servers, and this "
-            f"one reads version {SCHEMA_VERSION}; name another database"
+            f"the journal in PostgreSQL cannot be used: its format is version {version}, of newer servers, and "
+            f"this one reads version {SCHEMA_VERSION}; name another database"
         )
 
     asyncio.run(test())

@@ -180,10 +180,10 @@ def test_a_folder_without_a_journal_is_none_to_import_from(postgres_url: str, tm
     assert not (tmp_path / "none").exists()
 
 
-def older(folder: Path, url: str) -> str:
-    PostgresServer.execute_at(url, "UPDATE gptserve.meta SET version = 0")
+def newer(folder: Path, url: str) -> str:
+    PostgresServer.execute_at(url, "UPDATE gptserve.meta SET version = 99")
     return (
-        "the journal in PostgreSQL cannot be used: its format is version 0, of older servers, and this one reads "
+        "the journal in PostgreSQL cannot be used: its format is version 99, of newer servers, and this one reads "
         f"version {SCHEMA_VERSION}; name another database"
     )
 
@@ -203,7 +203,7 @@ def damaged(folder: Path, url: str) -> str:
     return f"the journal {folder / FILE_NAME} cannot be used: it is damaged: the row of 'running' has another checksum"
 
 
-@pytest.mark.parametrize("broken", [older, older_folder, damaged])
+@pytest.mark.parametrize("broken", [newer, older_folder, damaged])
 def test_of_what_cannot_be_read_nothing_is_moved(
     folder: Path, postgres_url: str, broken: Callable[[Path, str], str]
 ) -> None:
