@@ -136,7 +136,7 @@ class Files:
             for record in self._records.values()
             if record.owner == owner and purpose in (None, record.purpose) and not self._is_over(record)
         ]
-        return sorted(found, key=lambda record: (record.created, record.file_id))
+        return sorted(found, key=lambda record: record.created)  # those of a second as they were learnt of
 
     @asynccontextmanager
     async def upload(self, owner: str | None) -> AsyncIterator[Upload]:
