@@ -12,7 +12,8 @@ ENCODERS = (
     *("squeezebert", "tapas", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
 )
 ENCODER_DECODERS = (
-    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
+    *("bart", "bert-generation", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt"),
+    *("led", "longt5"),
     *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
     *("seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma", "umt5", "whisper"),
 )
@@ -32,7 +33,8 @@ WITH_IMAGES = (
     *("fun_asr_nano", "glmasr", "glmga", "inkling2", "inkling_mm_model", "kyutai_speech_to_text", "minicpm_ocr"),
     *("moss_transcribe_diarize", "muse_glimmer", "muse_spark", "nemo_speechlm", "pi0", "pp_chart2table"),
     *("pp_formulanet", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "unlimited_ocr"),
-    "vibevoice_asr",
+    *("aria_text", "cohere_compass_text", "dots3_note_text", "minimax_m3_vl_text", "moshi", "musicgen"),
+    *("musicgen_melody", "trocr", "vibevoice_asr"),
 )
 WITH_LATENTS = (
     *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm5_next", "glm_moe_dsa"),
@@ -45,6 +47,8 @@ WITH_STATES = (
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
 WITH_SHARED_LAYERS = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+WITH_GATES = ("afmoe", "beam", "laguna")
+WITH_OTHER_TOKENIZERS = ("biogpt", "cpmant", "ctrl", "gpt_neox_japanese", "xlm")
 OF_2023 = ("RefinedWeb", "RefinedWebModel")
 
 KEEPS_STATES = (
@@ -70,6 +74,21 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
         "attends within chunks of 8,192 positions, and its routers weigh what experts read: that is not computed"
     ),
     ("deepseek_v4",): "attends to compressed keys and values: they are not computed",
+    WITH_GATES: "multiplies what attention gives by gates of its input (as Trinity does): that is not computed",
+    WITH_OTHER_TOKENIZERS: "has a tokenizer that only Python code of transformers reads",
+    ("gemma4_assistant", "gemma4_unified_assistant"): "drafts for a Gemma 4, whose keys and values it reads",
+    ("blt",): "reads bytes in patches that another model finds: that is not computed",
+    ("cohere2_moe",): "takes the mean of its shared and its chosen experts: that is not computed",
+    ("dbrx",): "has all experts of a layer in one matrix: they are not read",
+    ("diffllama",): "subtracts one attention from another: that is not computed",
+    ("doge",): "attends to keys that a mask of its own chooses: that is not computed",
+    ("hrm_text",): "runs its layers several times for each token: that is not computed",
+    ("jetmoe",): "has attention whose heads are experts: it is not computed",
+    ("kolibri1",): "adds corrections to logits of its routers, not to scores: that is not computed",
+    ("mimo_v2_flash",): "has values of another size than its keys: they are not computed",
+    ("modernbert-decoder",): "has a layer of its own between its blocks and its head: it is not computed",
+    ("reformer",): "attends within buckets of keys that are alike: that is not computed",
+    ("xlnet",): "predicts tokens in any order, with positions of each pair of tokens: that is not computed",
     ("phimoe",): "chooses each expert by a softmax of its own (SparseMixer): it is not computed",
     ("bitnet",): "has ternary weights, and norms inside attention and feed-forward: they are not computed",
     OF_2023: "is Falcon in the format of its own code: use its present files, whose model_type is falcon",

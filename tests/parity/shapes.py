@@ -26,6 +26,14 @@ _GLM_MOE = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_GRANITE = {
+    **_LLAMA,
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+_SWASH = {**_GRANITE, "num_hidden_layers": 4, "sliding_window": 11, "layer_rope_theta": [1e4, 5e5, 0, 1e4]}
 _NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
 _OPT = {
@@ -192,6 +200,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
+    "VaultGemma, past its window": ("vaultgemma", {**_GEMMA, "attn_logit_softcapping": 5.0}),
     "Gemma 3, past its window": (
         "gemma3_text",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -233,15 +242,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMoE": ("olmoe", {**_LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "Granite MoE": (
         "granitemoe",
-        {
-            **_LLAMA,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "attention_multiplier": 0.1,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 3.0,
-        },
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "Granite with shared experts": (
+        "granitemoeshared",
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 192},
+    ),
+    "Granite Swash with experts, past its window": (
+        "granitemoe_swa",
+        {**_SWASH, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
     ),
     "Qwen2 MoE": (
         "qwen2_moe",
@@ -274,6 +283,76 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "dots1",
         {**_GLM_MOE, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "sliding_window": 12, "max_window_layers": 1},
     ),
+    "Solar Open": (
+        "solar_open",
+        {**_GLM_MOE, "head_dim": 24, "n_shared_experts": 2, "first_k_dense_replace": 0},
+    ),
+    "K-EXAONE, past its window": (
+        "exaone_moe",
+        {
+            **_DEEP,
+            "sliding_window": 11,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+        },
+    ),
+    "K-EXAONE, dense in the middle": (
+        "exaone_moe",
+        {
+            **_DEEP,
+            "sliding_window": 11,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["sparse", "dense"] * 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "Hy3": (
+        "hy_v3",
+        {
+            **_LLAMA,
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+        },
+    ),
+    "Mellum 2, past its window": (
+        "mellum",
+        {
+            **_DEEP,
+            "head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "sliding_window": 11,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "rope_parameters": {
+                "full_attention": {**_ROPE_YARN, "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "Flint, past its window": (
+        "flint",
+        {
+            **_DEEP,
+            "head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "sliding_window": 11,
+        },
+    ),
+    "FlexOlmo": ("flex_olmo", {**_LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "ERNIE 4.5 MoE": (
         "ernie4_5_moe",
         {
@@ -397,30 +476,27 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "cohere2",
         {**_DEEP, "head_dim": 16, "pad_token_id": 0, "sliding_window": 11, "logit_scale": 0.3},
     ),
-    "Granite": (
-        "granite",
-        {
-            **_LLAMA,
-            "attention_multiplier": 0.1,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 3.0,
-        },
+    "Granite": ("granite", _GRANITE),
+    "Granite Swash, past its window": ("granite_swa", _SWASH),
+    "HyperCLOVA X": (
+        "hyperclovax",
+        {**_LLAMA, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 0.3},
     ),
+    "HyperCLOVA X, norms before each part": ("hyperclovax", {**_GRANITE, "head_dim": 24, "use_post_norm": False}),
+    "InternLM3": ("internlm3", {**_LLAMA, "head_dim": 24}),
+    "InternLM3 with biases": ("internlm3", {**_LLAMA, "head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "IQuest-Coder": ("iquestcoder", {**_LLAMA, "head_dim": 24}),
+    "Jais 2": ("jais2", _LLAMA),
     "Granite 4": (
         "granitemoehybrid",
         {
-            **_LLAMA,
+            **_GRANITE,
             "layer_types": ["attention"] * _LLAMA["num_hidden_layers"],
             "num_local_experts": 0,
             "shared_intermediate_size": 96,
             "position_embedding_type": "rope",
             "mamba_n_heads": 4,
             "time_step_limit": None,
-            "attention_multiplier": 0.1,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 3.0,
         },
     ),
     "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),

@@ -20,22 +20,33 @@ from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.cwm import CWM
 from gptserve.weights.families.ernie4_5 import ERNIE4_5
 from gptserve.weights.families.ernie4_5_moe import ERNIE4_5_MOE
-from gptserve.weights.families.exaone4 import EXAONE4
+from gptserve.weights.families.exaone4 import EXAONE4, EXAONE_MOE
 from gptserve.weights.families.falcon import FALCON
 from gptserve.weights.families.family import Family, RawConfig
-from gptserve.weights.families.gemma import GEMMA, GEMMA2, GEMMA3
+from gptserve.weights.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
 from gptserve.weights.families.glm import GLM, GLM4
-from gptserve.weights.families.glm4_moe import DOTS1, GLM4_MOE
+from gptserve.weights.families.glm4_moe import DOTS1, GLM4_MOE, SOLAR_OPEN
 from gptserve.weights.families.gpt2 import GPT2
 from gptserve.weights.families.gpt_bigcode import GPT_BIGCODE
 from gptserve.weights.families.gpt_neo import GPT_NEO
 from gptserve.weights.families.gpt_neox import GPT_NEOX
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.gptj import GPTJ
-from gptserve.weights.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from gptserve.weights.families.granite import (
+    GRANITE,
+    GRANITE_HYBRID,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
+    GRANITE_SWA,
+)
 from gptserve.weights.families.helium import HELIUM
-from gptserve.weights.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from gptserve.weights.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY_V3
+from gptserve.weights.families.hyperclovax import HYPERCLOVAX
+from gptserve.weights.families.internlm3 import INTERNLM3, IQUESTCODER
+from gptserve.weights.families.jais2 import JAIS2
 from gptserve.weights.families.llama import LLAMA
+from gptserve.weights.families.mellum import FLINT, MELLUM
 from gptserve.weights.families.minimax_m2 import MINIMAX_M2
 from gptserve.weights.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from gptserve.weights.families.mixtral import MIXTRAL
@@ -44,7 +55,7 @@ from gptserve.weights.families.nanochat import NANOCHAT
 from gptserve.weights.families.nanogpt import NANOGPT
 from gptserve.weights.families.nemotron import NEMOTRON
 from gptserve.weights.families.olmo import OLMO, OLMO2, OLMO3
-from gptserve.weights.families.olmoe import OLMOE
+from gptserve.weights.families.olmoe import FLEX_OLMO, OLMOE
 from gptserve.weights.families.openai_gpt import OPENAI_GPT
 from gptserve.weights.families.opt import OPT
 from gptserve.weights.families.persimmon import PERSIMMON
@@ -80,6 +91,7 @@ FAMILIES: dict[str, Family] = {
             GEMMA,
             GEMMA2,
             GEMMA3,
+            VAULTGEMMA,
             OLMO,
             OLMO2,
             OLMO3,
@@ -90,6 +102,7 @@ FAMILIES: dict[str, Family] = {
             COHERE2,
             GRANITE,
             GRANITE_HYBRID,
+            GRANITE_SWA,
             NEMOTRON,
             APERTUS,
             ARCEE,
@@ -100,6 +113,10 @@ FAMILIES: dict[str, Family] = {
             GLM4,
             HELIUM,
             HUNYUAN,
+            HYPERCLOVAX,
+            INTERNLM3,
+            IQUESTCODER,
+            JAIS2,
             PERSIMMON,
             SEED_OSS,
             SMOLLM3,
@@ -107,6 +124,7 @@ FAMILIES: dict[str, Family] = {
             STARCODER2,
         ),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, HUNYUAN_MOE),
+        *(GRANITE_MOE_SHARED, GRANITE_MOE_SWA, SOLAR_OPEN, EXAONE_MOE, HY_V3, MELLUM, FLINT, FLEX_OLMO),
         *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, NANOCHAT, NANOGPT),
     )
 }

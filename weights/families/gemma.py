@@ -1,8 +1,9 @@
 """Gemma 1: Llama with a scaled embedding. Gemma 2 and 3 (text): norms on both sides of each part, alternating windows,
-capped or normalised scores.
+capped or normalised scores. VaultGemma: Gemma 2 with norms before each part alone.
 
 Gemma Team, "Gemma: Open Models Based on Gemini Research and Technology" (2024), "Gemma 2: Improving Open Language
-Models at a Practical Size" (2024), "Gemma 3 Technical Report" (2025).
+Models at a Practical Size" (2024), "Gemma 3 Technical Report" (2025), "VaultGemma: A Differentially Private Gemma
+Model" (2025).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ NORMS = {
     "blocks.{}.ffn_output_norm": "layers.{}.post_feedforward_layernorm",
 }
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
+VAULT_NAMES = {name: stored for name, stored in NAMES.items() if not name.endswith("output_norm")}
 PATTERN = 6  # Gemma 3: every sixth layer has no window
 
 
@@ -48,6 +50,10 @@ def _read_gemma(raw: RawConfig) -> ModelConfig:
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
     raw.default(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     return with_windows(raw, _read_shared(raw), lambda layer: layer % 2 == 0)
+
+
+def _read_vault(raw: RawConfig) -> ModelConfig:
+    return replace(_read_gemma2(raw), norm_placement="input")
 
 
 def _read_gemma3(raw: RawConfig) -> ModelConfig:
@@ -77,4 +83,5 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
 
 GEMMA = Family("gemma", _read_gemma, llama_sources, ignored=IGNORED, models="Gemma 1, CodeGemma")
 GEMMA2 = Family("gemma2", _read_gemma2, layout.decoder(NAMES), ignored=IGNORED, models="Gemma 2")
+VAULTGEMMA = Family("vaultgemma", _read_vault, layout.decoder(VAULT_NAMES), ignored=IGNORED, models="VaultGemma")
 GEMMA3 = Family("gemma3_text", _read_gemma3, layout.decoder(NAMES), ignored=IGNORED, models="Gemma 3, text only")

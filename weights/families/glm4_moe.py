@@ -1,7 +1,7 @@
-"""GLM 4.5 to 4.7: partly rotary heads, dense first layers, then mixtures with shared experts. And dots.llm1.
+"""GLM 4.5 to 4.7: partly rotary heads, dense first layers, then mixtures with shared experts. dots.llm1. Solar Open.
 
 GLM-4.5 Team, "GLM-4.5: Agentic, Reasoning, and Coding (ARC) Foundation Models" (2025). Huo et al., "dots.llm1 Technical
-Report" (2025).
+Report" (2025). Upstage, "Solar Open Technical Report" (2026).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_LAYERS, MAX_WIDTH, Family, RawConfig, with_windows
 from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 from gptserve.weights.families.mixtures import read_deepseek_experts, with_mixtures
+from gptserve.weights.families.qwen_moe import with_qwen_experts
 
 DRAFTING = r"layers\.(46|92)\..*"
 """Layers behind the last one, which predict further tokens: of GLM 4.5 Air and of the larger ones."""
@@ -38,6 +39,17 @@ def _read_dots(raw: RawConfig) -> ModelConfig:
     return _with_mixtures(raw, config, num=None, num_dense=0, renormalised=False)
 
 
+def _read_solar(raw: RawConfig) -> ModelConfig:
+    raw.default(rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128, rope_theta=1_000_000.0)
+    raw.default(num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=1280)
+    raw.default(intermediate_size=raw.value("moe_intermediate_size", 1280), replaces_null=True)  # no layer is dense
+    for name, value in (("first_k_dense_replace", 0), ("use_qk_norm", False)):
+        raw.forbid(name, value, "transformers has no other for this model_type")
+    raw.skip("num_nextn_predict_layers")
+    config = replace(read_llama_config(raw), attn_out_bias=False)
+    return _with_mixtures(raw, config, num=128, num_dense=0, renormalised=True)
+
+
 def _with_mixtures(
     raw: RawConfig, config: ModelConfig, *, num: int | None, num_dense: int, renormalised: bool
 ) -> ModelConfig:
@@ -47,21 +59,16 @@ def _with_mixtures(
     return with_mixtures(config, experts, width, lambda layer: layer >= num_dense)
 
 
-_EXPERT, _SHARED = "layers.{}.mlp.experts.{}.", "layers.{}.mlp.shared_experts."
-_sources = layout.with_experts(
-    llama_sources,
-    "layers.{}.mlp.gate",
-    (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
-    f"{_EXPERT}down_proj",
-    correction="layers.{}.mlp.gate.e_score_correction_bias",
-    shared=layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj"),
-)
+_SHARED = "layers.{}.mlp.shared_experts."
+SHARED = layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj")
+_sources = with_qwen_experts(llama_sources, "layers.{}.mlp.gate.e_score_correction_bias", SHARED)
 
 GLM4_MOE = Family(
     "glm4_moe",
     _read_glm,
     _sources,
     ignored=rf"{IGNORED}|{DRAFTING}",
-    models="GLM 4.5 to 4.7 with experts, without layers that predict further tokens",
+    models="GLM 4.5 to 4.7 with experts",
 )
+SOLAR_OPEN = Family("solar_open", _read_solar, _sources, ignored=IGNORED, models="Solar Open")
 DOTS1 = Family("dots1", _read_dots, _sources, ignored=IGNORED, models="dots.llm1")

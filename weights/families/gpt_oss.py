@@ -11,9 +11,9 @@ from itertools import product
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import Family, RawConfig, Source, with_windows
-from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, read_llama_config
+from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, SINKS, read_llama_config
 
-NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END}
+NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **SINKS, **END}
 MAX_TENSORS = 2**16  # of experts, over all layers
 
 
@@ -47,7 +47,6 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
         gates_first = (*range(0, 2 * ffn, 2), *range(1, 2 * ffn, 2))
         linears = (("up", "gate_up_proj", hidden, 2 * ffn, gates_first), ("down", "down_proj", ffn, hidden, None))
         block, stored = f"blocks.{number}.", f"layers.{number}."
-        sources[f"{block}sinks"] = Source(((f"{stored}self_attn.sinks", (layer.num_heads,)),))
         sources |= layout.linear(f"{block}router", [(f"{stored}mlp.router", experts.num)], hidden, bias=True)
         for e, (kind, part, num_in, num_out, order) in product(range(experts.num), linears):
             name, its_name = f"{block}experts.{e}.ffn_{kind}", f"{stored}mlp.experts.{part}"
@@ -62,5 +61,5 @@ GPT_OSS = Family(
     _read_config,
     _sources,
     ignored=IGNORED,
-    models="gpt-oss; a GPU holds its MXFP4 as stored, a CPU unpacks it while loading",
+    models="gpt-oss",
 )

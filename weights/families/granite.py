@@ -1,33 +1,38 @@
 """Granite 3: Llama with factors of the embedding, the scores, the residual terms and the logits; dense or of experts.
 
 Granite 4's dense models are that with other names of the feed-forward. Most of Granite 4 has states, and is refused.
+Granite Swash has windows on three layers of four, sinks, and rotary positions of a base of each layer's own.
 
 IBM Granite Team, "Granite 3.0 Language Models" (2024).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_ffn
-from gptserve.weights.families.llama import IGNORED, NAMES, llama_sources, read_llama_config
+from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_ffn, with_windows
+from gptserve.weights.families.llama import IGNORED, NAMES, SINKS, llama_sources, read_llama_config
 from gptserve.weights.families.mixtral import MAX_EXPERTS
+from gptserve.weights.families.rotary import read_rotary
 from gptserve.weights.refused import KEEPS_STATES
 
 _OF_STATES = ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads", "proj_bias")
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    return _with_factors(raw, read_llama_config(raw))
+    return with_factors(raw, read_llama_config(raw))
 
 
-def _with_factors(raw: RawConfig, config: ModelConfig) -> ModelConfig:
-    """Return the fields. The residual stream x + m f(n(x)) is computed as x / m, whose terms have no factor.
+def with_factors(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with Granite's factors.
 
-    The norm n does not see m if its eps is divided by m^2.
+    The residual stream x + m f(n(x)) is computed as x / m, whose terms have no factor. The norm n does not see m if its
+    eps is divided by m^2.
     """
     attention_scale = raw.positive("attention_multiplier", default=1.0)
     m = raw.positive("residual_multiplier", default=1.0)
@@ -40,9 +45,56 @@ def _with_factors(raw: RawConfig, config: ModelConfig) -> ModelConfig:
 
 
 def _read_moe_config(raw: RawConfig) -> ModelConfig:
-    config = _read_config(raw)
+    return _with_experts(raw, _read_config(raw))
+
+
+def _read_shared_config(raw: RawConfig) -> ModelConfig:
+    return _with_shared_experts(raw, _read_config(raw))
+
+
+def _read_swa_config(raw: RawConfig) -> ModelConfig:
+    raw.default(rms_norm_eps=1e-5, tie_word_embeddings=True)
+    return _with_windows(raw, _read_config(raw))
+
+
+def _read_moe_swa_config(raw: RawConfig) -> ModelConfig:
+    return _with_windows(raw, _with_shared_experts(raw, _read_config(raw)))
+
+
+def _with_windows(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with windows, sinks, and the base of each layer's rotation, 0 for none."""
+    raw.default(sliding_window=128)
+    config = replace(with_windows(raw, config, lambda layer: layer % PATTERN > 0), attention_sinks=True)
+    thetas = raw.value("layer_rope_theta")
+    if thetas is None:
+        return config
+    if not isinstance(thetas, list) or len(thetas) != config.num_layers or not all(map(_is_base, thetas)):
+        raise raw.error("layer_rope_theta", f"a list of {config.num_layers}, each 0 or a number above 1")
+    scaling, context = raw.value("rope_parameters") or {}, raw.size("max_position_embeddings")
+    assert isinstance(scaling, dict)  # as read before
+    rotary = {}
+    for theta in set(thetas) - {0}:
+        its_own = RawConfig({**scaling, "rope_theta": theta})
+        rotary[theta], _ = read_rotary(raw, config.layers[0].head_size, context, scaling=its_own)
+    layers = zip(config.layers, thetas, strict=True)
+    return replace(config, layers=tuple(replace(layer, rotary=rotary.get(theta)) for layer, theta in layers))
+
+
+def _is_base(theta: object) -> bool:
+    """Return whether it is a base of rotary positions, or 0 for none."""
+    return isinstance(theta, int | float) and (theta == 0 or 1 < theta < math.inf)
+
+
+def _with_shared_experts(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    width = raw.count("shared_intermediate_size", limit=MAX_WIDTH)
+    if width % config.layers[0].ffn_size:
+        raise raw.error("shared_intermediate_size", f"a multiple of intermediate_size ({config.layers[0].ffn_size})")
+    return _with_experts(raw, config, num_shared=width // config.layers[0].ffn_size)
+
+
+def _with_experts(raw: RawConfig, config: ModelConfig, num_shared: int = 0) -> ModelConfig:
     num = raw.size("num_local_experts", default=8, limit=max(1, MAX_EXPERTS // config.num_layers))
-    experts = Experts(num, raw.size("num_experts_per_tok", default=2, limit=num))
+    experts = Experts(num, raw.size("num_experts_per_tok", default=2, limit=num), num_shared=num_shared)
     return config.change_layers(lambda layer: replace(layer, experts=experts))
 
 
@@ -59,40 +111,55 @@ def _read_hybrid_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("normalization_function", "rmsnorm", "transformers has no other")
     raw.skip("num_experts_per_tok", "init_method", "time_step_limit", *(f"mamba_{name}" for name in _OF_STATES))
     width = raw.size("shared_intermediate_size", default=1024, limit=MAX_WIDTH)
-    config = _with_factors(raw, with_ffn(read_llama_config(raw), width))
+    config = with_factors(raw, with_ffn(read_llama_config(raw), width))
     if raw.value("position_embedding_type") == "rope":
         return config
     return config.change_layers(lambda layer: replace(layer, rotary=None))
 
 
-def _moe_sources(config: ModelConfig) -> dict[str, Source]:
-    """Return all tensors; those of all experts of a layer are one, [experts, out, in], gates before ups."""
-    sources = llama_sources(config)
-    for number, layer in enumerate(config.layers):
-        assert layer.experts is not None
-        num, hidden, ffn = layer.experts.num, config.hidden_size, layer.ffn_size
-        block, stored = f"blocks.{number}.", f"layers.{number}.block_sparse_moe."
-        sources |= layout.linear(f"{block}router", [(f"{stored}router.layer", num)], hidden, bias=False)
-        up, down = (
-            (f"{stored}input_linear.weight", (num, 2 * ffn, hidden)),
-            (f"{stored}output_linear.weight", (num, hidden, ffn)),
-        )
-        for e in range(num):
-            sources[f"{block}experts.{e}.ffn_up.weight"] = Source((up,), entry=e)
-            sources[f"{block}experts.{e}.ffn_down.weight"] = Source((down,), entry=e)
-    return layout.in_order(sources)
+def _with_moe(names: layout.Names, router: str, up: str, down: str) -> Callable[[ModelConfig], dict[str, Source]]:
+    """Return the function to all tensors; those of all experts of a layer are one, [experts, out, in], gates first."""
+
+    def sources(config: ModelConfig) -> dict[str, Source]:
+        found = layout.decoder(names)(config)
+        for number, layer in enumerate(config.layers):
+            assert layer.experts is not None
+            num, hidden, ffn = layer.experts.num, config.hidden_size, layer.ffn_size
+            block, stored = f"blocks.{number}.", f"layers.{number}.block_sparse_moe."
+            found |= layout.linear(f"{block}router", [(f"{stored}{router}", num)], hidden, bias=False)
+            ups, downs = (f"{stored}{up}", (num, 2 * ffn, hidden)), (f"{stored}{down}", (num, hidden, ffn))
+            for e in range(num):
+                found[f"{block}experts.{e}.ffn_up.weight"] = Source((ups,), entry=e)
+                found[f"{block}experts.{e}.ffn_down.weight"] = Source((downs,), entry=e)
+            found |= layout.shared_experts(_SHARED, number, layer, hidden)
+        return layout.in_order(found)
+
+    return sources
 
 
-_SHARED: layout.Names = {
-    "blocks.{}.ffn_up": "layers.{}.shared_mlp.input_linear",
-    "blocks.{}.ffn_down": "layers.{}.shared_mlp.output_linear",
-}
+PATTERN = 4  # Granite Swash: the first of four layers has no window
+_SHARED = layout.Shared(("layers.{}.shared_mlp.input_linear",), "layers.{}.shared_mlp.output_linear")
+_HYBRID: layout.Names = {"blocks.{}.ffn_up": _SHARED.up[0], "blocks.{}.ffn_down": _SHARED.down}
+_moe_sources = _with_moe(NAMES, "router.layer", "input_linear.weight", "output_linear.weight")
 GRANITE = Family("granite", _read_config, llama_sources, ignored=IGNORED, models="Granite 3")
 GRANITE_MOE = Family("granitemoe", _read_moe_config, _moe_sources, ignored=IGNORED, models="Granite 3 with experts")
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared", _read_shared_config, _moe_sources, ignored=IGNORED, models="Granite with shared experts"
+)
+GRANITE_SWA = Family(
+    "granite_swa", _read_swa_config, layout.decoder({**NAMES, **SINKS}), ignored=IGNORED, models="Granite Swash"
+)
+GRANITE_MOE_SWA = Family(
+    "granitemoe_swa",
+    _read_moe_swa_config,
+    _with_moe({**NAMES, **SINKS}, "router", "experts.gate_up_proj", "experts.down_proj"),
+    ignored=IGNORED,
+    models="Granite Swash with experts",
+)
 GRANITE_HYBRID = Family(
     "granitemoehybrid",
     _read_hybrid_config,
-    layout.decoder({**NAMES, **_SHARED}),
+    layout.decoder({**NAMES, **_HYBRID}),
     ignored=IGNORED,
     models="Granite 4's dense models, without Mamba",
 )

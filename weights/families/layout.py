@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from gptserve.weights.config import Experts, LayerConfig, ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.families.family import MAX_LAYERS, Source
 
 Names = Mapping[str, str | tuple[str, ...]]
@@ -62,6 +62,8 @@ def _named(
     is_absent["xielu"] = not config.xielu
     if is_absent.get(kind):
         return {}
+    if kind == "sinks":
+        return {name: Source(((stored[0], (layer.num_heads,)),))} if config.attention_sinks else {}
     if kind == "xielu":
         return {name: Source(tuple((part, (1,)) for part in stored), is_wide=True)}
     if config.qk_norm == "own" and kind in ("q_norm", "k_norm"):
@@ -153,21 +155,26 @@ def with_experts(
                 found |= linear(f"{block}experts.{e}.ffn_down", [(down.format(number, e), hidden)], ffn, bias=bias)
             if experts.num_shared:
                 assert shared is not None
-                found |= _shared_experts(shared, number, experts, hidden, ffn)
+                found |= shared_experts(shared, number, layer, hidden)
         return in_order(found)
 
     return sources
 
 
-def _shared_experts(shared: Shared, number: int, experts: Experts, hidden: int, ffn: int) -> dict[str, Source]:
-    """Return the shared experts of a layer: each has its rows of the parts of ffn_up, and its columns of ffn_down."""
+def shared_experts(shared: Shared, number: int, layer: LayerConfig, hidden: int) -> dict[str, Source]:
+    """Return the shared experts of a layer: each has its rows of the parts of ffn_up, and its columns of ffn_down.
+
+    Gates and ups may be one part.
+    """
+    experts, ffn = layer.experts, layer.ffn_size
+    assert experts is not None
     found, width = dict[str, Source](), ffn * experts.num_shared
-    up = tuple((f"{part.format(number)}.weight", (width, hidden)) for part in shared.up)
+    up = tuple((f"{part.format(number)}.weight", (2 * width // len(shared.up), hidden)) for part in shared.up)
     down = ((f"{shared.down.format(number)}.weight", (hidden, width)),)
     for i in range(experts.num_shared):
         name, is_alone = f"blocks.{number}.experts.{experts.num + i}.", experts.num_shared == 1
         start, end = i * ffn, (i + 1) * ffn
-        order = tuple(part * width + row for part in range(len(up)) for row in range(start, end))
+        order = tuple(part * width + row for part in range(2) for row in range(start, end))
         found[f"{name}ffn_up.weight"] = Source(up, row_order=None if is_alone else order)
         found[f"{name}ffn_down.weight"] = Source(down, columns=None if is_alone else (start, end))
     return found

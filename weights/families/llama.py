@@ -39,6 +39,7 @@ FFN: layout.Names = {
 END = {"final_norm": "norm", "head": "lm_head"}
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
 llama_sources = layout.decoder(NAMES)
+SINKS: layout.Names = {"blocks.{}.sinks": "layers.{}.self_attn.sinks"}
 IGNORED = r"(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq"
 
 

@@ -45,4 +45,4 @@ _sources = layout.with_experts(
     correction="layers.{}.block_sparse_moe.e_score_correction_bias",
 )
 
-MINIMAX_M2 = Family("minimax_m2", _read_config, _sources, ignored=IGNORED, models="MiniMax M2, not split among GPUs")
+MINIMAX_M2 = Family("minimax_m2", _read_config, _sources, ignored=IGNORED, models="MiniMax M2")

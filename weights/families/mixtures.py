@@ -49,6 +49,12 @@ def read_deepseek_experts(raw: RawConfig, config: ModelConfig, *, num: int | Non
     return Experts(num, num_active, router, num_shared=raw.count("n_shared_experts"))
 
 
+def read_mixing(raw: RawConfig, num_layers: int, *, num_dense: int) -> tuple[bool, ...]:
+    """Return which layers mix, by `mlp_layer_types`, or else all but the first `num_dense`."""
+    kinds = raw.strings("mlp_layer_types", ("dense", "sparse"), length=num_layers)
+    return tuple(i >= num_dense if kinds is None else kinds[i] == "sparse" for i in range(num_layers))
+
+
 def with_mixtures(config: ModelConfig, experts: Experts, width: int, mixes: Callable[[int], bool]) -> ModelConfig:
     """Return the configuration with experts of this width on the layers that mix; all others stay as they are."""
     layers = [

@@ -5,6 +5,7 @@ Yang et al., "Qwen2 Technical Report" (2024) and "Qwen3 Technical Report" (2025)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from gptserve.weights.config import Experts, ModelConfig, Router
@@ -61,23 +62,28 @@ def _read_qwen2(raw: RawConfig) -> ModelConfig:
 
 
 def _with_mixtures(raw: RawConfig, config: ModelConfig, experts: Experts, width: int) -> ModelConfig:
-    step, dense = raw.size("decoder_sparse_step", default=1), raw.token_ids("mlp_only_layers", config.num_layers)
-    return with_mixtures(config, experts, width, lambda layer: (layer + 1) % step == 0 and layer not in dense)
+    return with_mixtures(config, experts, width, mixing_layers(raw, config.num_layers))
 
 
-qwen_moe_sources = layout.with_experts(
-    llama_sources, "layers.{}.mlp.gate", (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"), f"{_EXPERT}down_proj"
-)
+def mixing_layers(raw: RawConfig, num_layers: int) -> Callable[[int], bool]:
+    """Return which layers mix: each of a step, but those that are told to be dense."""
+    step, dense = raw.size("decoder_sparse_step", default=1), raw.token_ids("mlp_only_layers", num_layers)
+    return lambda layer: (layer + 1) % step == 0 and layer not in dense
+
+
+def with_qwen_experts(
+    dense: Callable[[ModelConfig], dict[str, Source]], correction: str = "", shared: layout.Shared | None = None
+) -> Callable[[ModelConfig], dict[str, Source]]:
+    """Return `dense` with routers and experts by the names that most families have."""
+    up, down = (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"), f"{_EXPERT}down_proj"
+    return layout.with_experts(dense, "layers.{}.mlp.gate", up, down, correction=correction, shared=shared)
+
+
+qwen_moe_sources = with_qwen_experts(llama_sources)
 _SHARED = "layers.{}.mlp.shared_expert."
-_qwen2_sources = layout.with_experts(
-    llama_sources,
-    "layers.{}.mlp.gate",
-    (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
-    f"{_EXPERT}down_proj",
-    shared=layout.Shared(
-        (f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj", "layers.{}.mlp.shared_expert_gate"
-    ),
-)
+_GATE = "layers.{}.mlp.shared_expert_gate"
+_shared = layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj", _GATE)
+_qwen2_sources = with_qwen_experts(llama_sources, shared=_shared)
 
 
 def _qwen3_vl_sources(config: ModelConfig) -> dict[str, Source]:

@@ -47,6 +47,7 @@ _MODEL_TYPES = {
 """What is refused as another architecture is, by its name with underscores; most have that of their model_type."""
 _VARIANTS = {
     "experts": "expert_count",
+    "shared experts": "expert_shared_feed_forward_length",
     "windows": "attention.sliding_window",
     "temperatures": "attention.temperature_scale",
 }

@@ -120,7 +120,7 @@ def _gemma(keys: Keys) -> Fields:
     return {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
-def _arcee(keys: Keys) -> Fields:
+def _relu2(keys: Keys) -> Fields:
     return llama(keys) | {"hidden_act": "relu2"}
 
 
@@ -242,10 +242,6 @@ def granite(keys: Keys) -> Fields:
     }
 
 
-def _nemotron(keys: Keys) -> Fields:
-    return llama(keys) | {"hidden_act": "relu2"}
-
-
 def _ernie(keys: Keys) -> Fields:
     return {"hidden_act": "silu", "use_bias": keys.has_attention_bias}
 
@@ -285,7 +281,8 @@ DENSE: Mapping[str, Architecture] = {
         numbers={f"xielu.{part}": f"mlp.act_fn.{part}" for part in ("alpha_p", "alpha_n", "beta", "eps")},
         has_rotary=False,
     ),
-    "arcee": Architecture("arcee", _arcee, pairs_heads=True),
+    "arcee": Architecture("arcee", _relu2, pairs_heads=True),
+    "jais2": Architecture("jais2", _relu2, eps=LAYER_NORM),
     "phi2": Architecture("phi", _phi2, outer=_PHI2_OUTER, layer=LAYER | _PHI2, eps=LAYER_NORM),
     "phi3": Architecture("phi3", _phi3, layer=LAYER | _PHI3),
     "olmo": Architecture("olmo", _olmo, eps=None, pairs_heads=True),
@@ -302,7 +299,7 @@ DENSE: Mapping[str, Architecture] = {
     "cohere2": Architecture("cohere2", _cohere2, eps=LAYER_NORM),
     "exaone4": Architecture("exaone4", _exaone4, layer=LAYER | _OLMO2),
     "granite": Architecture("granite", granite, pairs_heads=True),
-    "nemotron": Architecture("nemotron", _nemotron, eps=("norm_eps", "attention.layer_norm_epsilon"), adds_one=True),
+    "nemotron": Architecture("nemotron", _relu2, eps=("norm_eps", "attention.layer_norm_epsilon"), adds_one=True),
     "ernie4_5": Architecture("ernie4_5", _ernie),
     "chatglm": Architecture("glm", silu, layer=LAYER | {"ffn_up": "mlp.gate_up_proj"}),
     "glm4": Architecture("glm4", _glm4, layer=LAYER | _GLM4),

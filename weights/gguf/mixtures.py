@@ -74,6 +74,10 @@ def _granite_moe(keys: Keys) -> Fields:
     return granite(keys) | _num(keys, "num_local_experts")
 
 
+def _granite_shared(keys: Keys) -> Fields:
+    return _granite_moe(keys) | {"shared_intermediate_size": keys.size("expert_shared_feed_forward_length")}
+
+
 def _deepseek(keys: Keys) -> Fields:
     """Return the fields of mixtures with corrected sigmoids."""
     keys.only("expert_gating_func", _SIGMOID, "in all of them")
@@ -87,6 +91,11 @@ def _deepseek(keys: Keys) -> Fields:
         "n_group": keys.size("expert_group_count", 1),
         "topk_group": keys.size("expert_group_used_count", 1),
     }
+
+
+def _exaone_moe(keys: Keys) -> Fields:
+    renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return {renamed.get(name, name): value for name, value in _deepseek(keys).items()} | with_windows(keys, 4)
 
 
 def _glm4_moe(keys: Keys) -> Fields:
@@ -166,6 +175,11 @@ _GRANITE = {
     "ffn_up_exps.weight": "block_sparse_moe.input_linear.weight.last",
     "ffn_down_exps": "block_sparse_moe.output_linear",
 }
+_GRANITE_SHARED = _GRANITE | {
+    "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight.first",
+    "ffn_up_shexp.weight": "shared_mlp.input_linear.weight.last",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
 """Of gates and ups that are one tensor in the checkpoint, quantized/gguf.py knows the endings."""
 
 
@@ -185,6 +199,12 @@ MIXTURES: Mapping[str, Architecture] = {
     "qwen3vlmoe": _QWEN3,
     "olmoe": Architecture("olmoe", _olmoe, **_QWEN),
     "granitemoe": Architecture("granitemoe", _granite_moe, layer=LAYER | _GRANITE, pairs_heads=True),
+    "granitemoe with shared experts": Architecture(
+        "granitemoeshared", _granite_shared, layer=LAYER | _GRANITE_SHARED, pairs_heads=True
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe", _exaone_moe, **_with(_QWEN, _CORRECTED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"})
+    ),
     "glm4moe": Architecture("glm4_moe", _glm4_moe, **_with(_QWEN, LATE_NORM | _CORRECTED)),
     "dots1": Architecture("dots1", _dots, **_with(_QWEN, _CORRECTED)),
     "ernie4_5-moe": Architecture(

@@ -41,14 +41,22 @@ def of_family(model_type: str) -> dict[str, Any]:
     read = _names_read(*SHARED)
     unread, defaults = set(), dict[str, Any]()
     for of_class in classes:
-        module = of_class.__module__
-        of_code = read | _names_read(module) | _names_read(module.replace(".configuration_", ".modeling_"))
+        of_code = read | _names_read(of_class.__module__, modeling_of(of_class))
         for field in dataclasses.fields(of_class):
             if field.name not in of_code | NAMES:
                 unread.add(field.name)
             elif isinstance(field.default, str | int | float) and not is_known_or_off(field.name, field.default):
                 defaults[field.name] = field.default
     return {"unread": sorted(unread), "defaults": dict(sorted(defaults.items()))}
+
+
+def modeling_of(of_class: type) -> str:
+    """Return the module with the model, which may be that of another configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    module = of_class.__module__.replace(".configuration_", ".modeling_")
+    is_there = importlib.util.find_spec(module) is not None
+    return module if is_there else MODEL_FOR_CAUSAL_LM_MAPPING[of_class].__module__
 
 
 def main() -> None:

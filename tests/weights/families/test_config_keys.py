@@ -23,7 +23,7 @@ from gptserve.weights.families.config_keys import (
 )
 from gptserve.weights.families.family import RawConfig
 from tests.parity.shapes import SHAPES
-from tests.weights.families.harmless_keys import of_family
+from tests.weights.families.harmless_keys import modeling_of, of_family
 from tests.weights.families.known import KNOWN
 
 OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"nanogpt"})
@@ -282,8 +282,7 @@ def test_what_is_found_on_the_hub_is_accepted(name: str, tmp_path: Path) -> None
 def test_every_field_that_transformers_computes_with_is_read_or_known(model_type: str) -> None:
     from transformers import AutoConfig
 
-    module = type(AutoConfig.for_model(model_type)).__module__.replace(".configuration_", ".modeling_")
-    path = importlib.import_module(module).__file__
+    path = importlib.import_module(modeling_of(type(AutoConfig.for_model(model_type)))).__file__
     assert path is not None
     fields = set(re.findall(r"config\.(\w+)", Path(path).read_text(encoding="utf-8")))
     raw = RawConfig(dict.fromkeys(fields) | default_config(model_type))

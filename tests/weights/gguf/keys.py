@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "qwen3": MODEL_ARCH.QWEN3,
     "apertus": MODEL_ARCH.APERTUS,
     "arcee": MODEL_ARCH.ARCEE,
+    "jais2": MODEL_ARCH.JAIS2,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo": MODEL_ARCH.OLMO,
     "olmo2": MODEL_ARCH.OLMO2,
@@ -35,6 +36,8 @@ ARCHITECTURES = {
     "exaone4": MODEL_ARCH.EXAONE4,
     "granite": MODEL_ARCH.GRANITE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": MODEL_ARCH.GRANITE_MOE,
+    "exaone_moe": MODEL_ARCH.EXAONE_MOE,
     "nemotron": MODEL_ARCH.NEMOTRON,
     "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
@@ -82,6 +85,8 @@ _MIXTURE = {
     "moe_topk": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "num_shared_experts": "expert_shared_count",
     "n_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count",
     "num_shared_expert": "expert_shared_count",
@@ -92,8 +97,8 @@ _MIXTURE = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
-_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "exaone4", "olmo3", "gpt_oss")
-_SAYS_WHICH = ("exaone4", "olmo3")
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "exaone4", "exaone_moe", "olmo3", "gpt_oss")
+_SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3")
 """The conversion writes which of their layers have windows."""
 
 
@@ -121,9 +126,9 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
             value = value[0]
         if value is not None and not (name == "num_experts" and "moe_num_experts" in config):
             getattr(writer, f"add_{key}")(value)
-    if model_type in ("glm4_moe", "dots1", "minimax_m2"):
+    if model_type in ("glm4_moe", "dots1", "exaone_moe", "minimax_m2"):
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    if model_type in ("glm4_moe", "dots1"):
+    if model_type in ("glm4_moe", "dots1", "exaone_moe"):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if model_type in ("gpt_oss", "minimax_m2"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])

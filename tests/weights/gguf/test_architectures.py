@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "SmolLM3",
                 "Apertus",
                 "Arcee",
+                "Jais 2",
             ),
             *("OLMo, clipped", "OLMo 2", "OLMo 3, past its window", "OLMoE"),
             *(
@@ -68,6 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "Command R7B, past its window",
             ),
             *("EXAONE 4, past its window", "EXAONE 4 without a window", "Granite", "Granite MoE", "Nemotron"),
+            *("Granite with shared experts", "K-EXAONE, past its window"),
             *("ERNIE 4.5", "ERNIE 4.5 with biases", "GLM 4", "GLM 4 of 2025", "Seed-OSS", "MiniMax M2"),
             *("GLM 4.5", "GLM 4.5, in groups"),
         )

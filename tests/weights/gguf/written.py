@@ -18,7 +18,10 @@ from tests.weights.gguf.keys import ARCHITECTURES, add_keys, size_of
 
 FUSED = ("bloom", "gpt_neox", "falcon")
 """Those of which the conversion parts queries, keys and values of all heads."""
-PAIRED = ("llama", "mistral", "ministral3", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe")
+PAIRED = (
+    *("llama", "mistral", "ministral3", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe"),
+    "granitemoeshared",
+)
 """Those of which the conversion puts rows of queries and keys in pairs."""
 ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron")
 """Those of which the conversion adds one to the weights of norms."""
@@ -45,10 +48,10 @@ def _pieces(config: dict[str, Any], name: str, num_rows: int) -> Pieces:
         kind = "bias" if name.endswith("bias") else "weight"
         stem = name.partition("gate_up_proj")[0]
         return [(f"{stem}gate_proj.{kind}", rows[::2]), (f"{stem}up_proj.{kind}", rows[1::2])]
-    if model_type == "granitemoe" and "input_linear" in name:
-        number = name.split(".")[2]
+    if model_type in ("granitemoe", "granitemoeshared") and "input_linear" in name:
+        number, kind = name.split(".")[2], "shexp" if "shared_mlp" in name else "exps"
         return [
-            (f"blk.{number}.ffn_{part}_exps.weight", half)
+            (f"blk.{number}.ffn_{part}_{kind}.weight", half)
             for part, half in zip(("gate", "up"), np.split(rows, 2), strict=True)
         ]
     return [
