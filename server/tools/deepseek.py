@@ -7,12 +7,11 @@ The bars of its marks are full-width ones.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from gptserve.server.tools.elements import Elements
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
-from gptserve.server.tools.json_call import NAME, read_object
+from gptserve.server.tools.json_call import read_name, read_object
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.sections import Marks, read_sections
 from gptserve.server.tools.tape import Steps, Tape
@@ -22,7 +21,6 @@ BAR = "\uff5c"
 BEGIN, END = f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>"
 CALL, CALL_END, SEPARATOR = f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁call▁end{BAR}>", f"<{BAR}tool▁sep{BAR}>"
 _OPEN, _CLOSE = "\n```json\n", "\n```"
-_NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
 _MARKS = BEGIN, END, CALL, CALL_END, SEPARATOR
 
 
@@ -32,26 +30,20 @@ def _read(tape: Tape, parts: Parts, _tools: Tools) -> Steps[None]:
 
 def _read_call(tape: Tape, parts: Parts) -> Steps[bool]:
     """Read a call up to the end of its arguments; return whether that came."""
-    name = yield from _read_name(tape)
+    name = yield from read_name(tape)
     if not (yield from tape.accept(SEPARATOR)):
         return False
     yield from tape.skip_space()
     if (yield from tape.peek()) != "{":  # what came was the type of the call
-        name = yield from _read_name(tape)
+        name = yield from read_name(tape)
         yield from tape.skip_space()
         yield from tape.accept(_OPEN.strip())
         yield from tape.skip_space()
-    if NAME.fullmatch(name) is None or (yield from tape.peek()) != "{":
+    if not name or (yield from tape.peek()) != "{":
         return False
     tape.kept()
     parts.begin_call(name)
     return (yield from read_object(tape, parts.add_arguments))
-
-
-def _read_name(tape: Tape) -> Steps[str]:
-    pieces: list[str] = []
-    yield from tape.pass_run(_NAME_CHARS, pieces.append)
-    return "".join(pieces)
 
 
 def _block_rules(calls: Calls, spell: Spell) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gptserve.engine.grammar.schema.document import Node
@@ -70,7 +70,7 @@ class ToolFormat:
     marks: tuple[str, ...]
     read: Callable[[Tape, Parts, Tools], Steps[None]]
     rules: Callable[[Calls, Spell], str]
-    arguments: Callable[[Arguments, Spell], Sequence[str]] | None = None
+    arguments: Callable[[Arguments, Spell], Iterable[str]] | None = None
     opening: str = r"\{"
 
 

@@ -5,11 +5,10 @@ GLM-4.5 and 4.6 have line ends between these, GLM-4.7 has none: a grammar leaves
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from gptserve.server.tools.format import Arguments, Calls, Spell, ToolFormat, literal
-from gptserve.server.tools.json_call import NAME
+from gptserve.server.tools.json_call import read_name
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Steps, Tape
 from gptserve.server.tools.value_rules import ValueSyntax, value_rules
@@ -17,7 +16,6 @@ from gptserve.server.tools.values import ArgumentWriter, Kind, Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-_NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
 _LINE = '"\\n"?'
 _MARKS = BEGIN, END, KEY, KEY_END, VALUE, VALUE_END
 
@@ -26,11 +24,9 @@ def _read(tape: Tape, parts: Parts, tools: Tools) -> Steps[None]:
     while (yield from tape.pass_until((BEGIN,), parts.add_text)):
         tape.keep()
         yield from tape.skip_space()
-        pieces: list[str] = []
-        yield from tape.pass_run(_NAME_CHARS, pieces.append)
-        name = "".join(pieces)
+        name = yield from read_name(tape)
         yield from tape.skip_space()
-        is_call = NAME.fullmatch(name) is not None and ((yield from tape.sees(KEY)) or (yield from tape.sees(END)))
+        is_call = name and ((yield from tape.sees(KEY)) or (yield from tape.sees(END)))
         if not is_call:
             parts.add_text(BEGIN + tape.kept())
             continue
@@ -64,7 +60,7 @@ def _rules(calls: Calls, spell: Spell) -> str:
     return f"calls: call {calls.repeated(f'{_LINE} {spell(BEGIN)}')}\ncall: {calls.either(call)}\n"
 
 
-def _argument_rules(arguments: Arguments, spell: Spell) -> Sequence[str]:
+def _argument_rules(arguments: Arguments, spell: Spell) -> Iterator[str]:
     after = f"{spell(KEY_END)} {_LINE} {spell(VALUE)}"
     kinds: dict[Kind, str] = {"text": after, "text or null": after, "json": after}
     return value_rules(arguments, ValueSyntax(spell(KEY), kinds, spell(VALUE_END), _LINE, VALUE_END))

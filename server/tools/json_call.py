@@ -15,7 +15,8 @@ from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Emit, Steps, Tape
 from gptserve.weights.chat.arguments import ESCAPES
 
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("id", "tool_call_id", "type")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
@@ -23,6 +24,12 @@ _CHARS = re.compile(r'[^"\\]+')
 _WORD = re.compile(r"[^\s,:\"{}\[\]]+")
 _SCALAR = re.compile(r"null|true|false|-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
+
+
+def read_name(tape: Tape) -> Steps[str]:
+    """Read the name of a tool; return "" if what comes is none."""
+    name = yield from tape.take_run(_NAME_CHARS)
+    return name if _NAME.fullmatch(name) else ""
 
 
 def read_call(
@@ -42,7 +49,7 @@ def read_call(
             return call.has_begun
         if key == name_key and call.name is None:
             name = yield from _read_text(tape)
-            if name is None or NAME.fullmatch(name) is None or not is_known(name):
+            if name is None or _NAME.fullmatch(name) is None or not is_known(name):
                 return call.has_begun
             call.set_name(name)
         elif key in _ARGUMENTS and not call.has_arguments:
@@ -109,9 +116,7 @@ class _Call:
         return json.dumps(text, ensure_ascii=False) if text.strip() else "{}"
 
     def _read_scalar(self) -> Steps[str | None]:
-        pieces: list[str] = []
-        yield from self._tape.pass_run(_WORD, pieces.append)
-        word = "".join(pieces)
+        word = yield from self._tape.take_run(_WORD)
         return None if _SCALAR.fullmatch(word) is None else "{}" if word == "null" else word
 
     def end(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.json_call import read_call
@@ -47,42 +46,41 @@ class JsonList:
     def form(self, *signs: str) -> ToolFormat:
         """Return the format of models whose chat template has these signs."""
         marks = (self.begin, *([self.end] if self.end else []))
-        return ToolFormat(signs, self.begin, marks, partial(_read, spelling=self), partial(_rules, spelling=self))
+        return ToolFormat(signs, self.begin, marks, self._read, self.rules)
 
+    def _read(self, tape: Tape, parts: Parts, tools: Tools) -> Steps[None]:
+        def is_known(name: str) -> bool:
+            return name in tools or not self.only_known
 
-def _read(tape: Tape, parts: Parts, tools: Tools, *, spelling: JsonList) -> Steps[None]:
-    def is_known(name: str) -> bool:
-        return name in tools or not spelling.only_known
-
-    while (yield from tape.pass_until((spelling.begin,), parts.add_text)):
-        tape.keep()
-        yield from tape.skip_space()
-        if not (yield from tape.accept(spelling.fence)):
-            parts.add_text(spelling.begin + tape.kept())
-            continue
-        yield from tape.skip_space()
-        is_array, num_before = (yield from tape.accept("[")), parts.num_calls
-        yield from tape.skip_space()
-        while (yield from read_call(tape, parts, is_known, name_key=spelling.name_key)):
-            yield from tape.pass_run(_BETWEEN, drop)
+        while (yield from tape.pass_until((self.begin,), parts.add_text)):
             tape.keep()
-        if parts.num_calls == num_before:
-            parts.add_text(spelling.begin + tape.kept())
-            continue
-        parts.add_text(tape.kept())
-        if is_array and (yield from tape.accept("]")):
             yield from tape.skip_space()
-        if spelling.end and (yield from tape.accept(spelling.end)):
+            if not (yield from tape.accept(self.fence)):
+                parts.add_text(self.begin + tape.kept())
+                continue
             yield from tape.skip_space()
+            is_array, num_before = (yield from tape.accept("[")), parts.num_calls
+            yield from tape.skip_space()
+            while (yield from read_call(tape, parts, is_known, name_key=self.name_key)):
+                yield from tape.pass_run(_BETWEEN, drop)
+                tape.keep()
+            if parts.num_calls == num_before:
+                parts.add_text(self.begin + tape.kept())
+                continue
+            parts.add_text(tape.kept())
+            if is_array and (yield from tape.accept("]")):
+                yield from tape.skip_space()
+            if self.end and (yield from tape.accept(self.end)):
+                yield from tape.skip_space()
 
-
-def _rules(calls: Calls, spell: Spell, *, spelling: JsonList) -> str:
-    call = calls.either(lambda name, arguments: f"{spelling.head(name)} {arguments} {literal(spelling.tail)}")
-    before, after, between = (
-        literal(text) if text else "" for text in (spelling.around[0], spelling.around[1], spelling.between)
-    )
-    end = spell(spelling.end) if spelling.end else ""
-    return f"calls: {before} call {calls.repeated(between)} {after} {end}\ncall: {call}\n"
+    def rules(self, calls: Calls, spell: Spell) -> str:
+        """Return the rules of a ToolFormat."""
+        call = calls.either(lambda name, arguments: f"{self.head(name)} {arguments} {literal(self.tail)}")
+        before, after, between = (
+            literal(text) if text else "" for text in (self.around[0], self.around[1], self.between)
+        )
+        end = spell(self.end) if self.end else ""
+        return f"calls: {before} call {calls.repeated(between)} {after} {end}\ncall: {call}\n"
 
 
 APRIEL = JsonList("<tool_calls>", "</tool_calls>").form("<tool_calls>[")

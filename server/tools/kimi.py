@@ -26,11 +26,9 @@ def _read(tape: Tape, parts: Parts, _tools: Tools) -> Steps[None]:
 
 def _read_call(tape: Tape, parts: Parts) -> Steps[bool]:
     """Read a call up to the end of its arguments; return whether that came."""
-    pieces: list[str] = []
     yield from tape.skip_space()
-    yield from tape.pass_run(_ID_CHARS, pieces.append)
+    found = _ID.fullmatch((yield from tape.take_run(_ID_CHARS)))
     yield from tape.skip_space()
-    found = _ID.fullmatch("".join(pieces))
     if found is None or not (yield from tape.accept(ARGUMENTS)):
         return False
     yield from tape.skip_space()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from gptserve.server.tools.elements import Elements
-from gptserve.server.tools.json_list import JsonList, head_of
+from gptserve.server.tools.json_list import JsonList
 
 BEGIN, END = "<tool_calls>", "</tool_calls>"
-MINIMAX_M1 = JsonList(BEGIN, END, around=("\n", "\n"), between="\n", head=head_of).form(
-    f"please respond with {BEGIN}{END} XML tags"
-)
+MINIMAX_M1 = JsonList(BEGIN, END, around=("\n", "\n"), between="\n").form(f"please respond with {BEGIN}{END} XML tags")
 MINIMAX_M2 = Elements(
     begin="<minimax:tool_call>",
     end="</minimax:tool_call>",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
-from gptserve.server.tools.json_call import NAME, read_call, read_object
+from gptserve.server.tools.json_call import read_call, read_name, read_object
+from gptserve.server.tools.json_list import JsonList
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Steps, Tape, drop
 from gptserve.server.tools.values import Tools
 
 BEGIN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
 _ID_CHARS = re.compile(r"[a-zA-Z0-9]+")
 _BETWEEN = re.compile(r"[, \t\r\n]+")
 
@@ -47,28 +47,18 @@ def _read_objects(tape: Tape, parts: Parts, is_array: bool) -> Steps[bool]:
 
 
 def _read_named(tape: Tape, parts: Parts) -> Steps[bool]:
-    name: list[str] = []
-    yield from tape.pass_run(_NAME_CHARS, name.append)
+    name = yield from read_name(tape)
     if (yield from tape.accept(ID)):
         yield from tape.pass_run(_ID_CHARS, drop)
     yield from tape.accept(ARGUMENTS)
     yield from tape.skip_space()
-    if NAME.fullmatch("".join(name)) is None or (yield from tape.peek()) != "{":
+    if not name or (yield from tape.peek()) != "{":
         return False
     tape.kept()
-    parts.begin_call("".join(name))
+    parts.begin_call(name)
     yield from read_object(tape, parts.add_arguments)
     yield from tape.skip_space()
     return True
-
-
-def _array_rules(calls: Calls, _spell: Spell) -> str:
-    def call(name: str, arguments: str) -> str:
-        head = literal(f'{{"name": "{name}", "arguments": ')
-        return f"{head} {arguments} {literal('}')}"
-
-    rest = calls.repeated(literal(", "))
-    return f"calls: {literal('[')} call {rest} {literal(']')}\ncall: {calls.either(call)}\n"
 
 
 def _named_rules(calls: Calls, spell: Spell) -> str:
@@ -77,5 +67,5 @@ def _named_rules(calls: Calls, spell: Spell) -> str:
 
 
 _MARKS = BEGIN, ID, ARGUMENTS
-MISTRAL = ToolFormat(signs=(BEGIN,), begin=BEGIN, marks=_MARKS, read=_read, rules=_array_rules)
+MISTRAL = ToolFormat(signs=(BEGIN,), begin=BEGIN, marks=_MARKS, read=_read, rules=JsonList(BEGIN, "").rules)
 MISTRAL_V11 = ToolFormat(signs=(BEGIN, ARGUMENTS), begin=BEGIN, marks=_MARKS, read=_read, rules=_named_rules)

@@ -31,9 +31,7 @@ def read_literal(tape: Tape, emit: Emit, depth: int = _MAX_DEPTH) -> Steps[bool]
         return (yield from _read_string(tape, emit))
     if char in _CLOSERS:
         return depth > 0 and (yield from _read_container(tape, emit, depth - 1))
-    pieces: list[str] = []
-    yield from tape.pass_run(_WORD if char.isalpha() else _NUMBER, pieces.append)
-    written = "".join(pieces)
+    written = yield from tape.take_run(_WORD if char.isalpha() else _NUMBER)
     found = _WORDS.get(written) if char.isalpha() else _number_as_json(written)
     if found is not None:
         emit(found)

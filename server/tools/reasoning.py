@@ -57,10 +57,9 @@ def state_after(
 def read_reasoning(tape: Tape, parts: Parts, marks: ThinkMarks, *, is_open: bool) -> Steps[None]:
     """Read the reasoning at the beginning of an answer, and the white space around it."""
     if not is_open:
-        blank: list[str] = []
-        yield from tape.pass_run(SPACE, blank.append)
+        blank = yield from tape.take_run(SPACE)
         if not (yield from tape.accept(marks.begin)):
-            parts.add_text("".join(blank))
+            parts.add_text(blank)
             return
     yield from tape.skip_space()
     yield from tape.pass_until((marks.end,), parts.add_reasoning)

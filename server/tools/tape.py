@@ -68,6 +68,12 @@ class Tape:
         while (yield from self.peek()) and (text := self.read_run(run)):
             emit(text)
 
+    def take_run(self, run: re.Pattern[str]) -> Steps[str]:
+        """Read a whole run of characters, and return it."""
+        pieces: list[str] = []
+        yield from self.pass_run(run, pieces.append)
+        return "".join(pieces)
+
     def skip_space(self) -> Steps[None]:
         """Read white space."""
         yield from self.pass_run(SPACE, drop)

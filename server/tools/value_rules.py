@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,13 +98,9 @@ def other_names(shape: Shape) -> str:
     return regex(_NAME) + (f" & ~{regex(f'({named})')}" if named else "")
 
 
-def value_rules(arguments: Arguments, syntax: ValueSyntax) -> Sequence[str]:
-    """Return the rules of arguments one after the other. Raises SchemaError."""
-    return list(_value_rules(arguments, shape_of(arguments.schema), syntax))
-
-
-def _value_rules(arguments: Arguments, shape: Shape, syntax: ValueSyntax) -> Iterator[str]:
-    rule = arguments.rule
+def value_rules(arguments: Arguments, syntax: ValueSyntax) -> Iterator[str]:
+    """Yield the rules of arguments one after the other. Raises SchemaError."""
+    rule, shape = arguments.rule, shape_of(arguments.schema)
     parts = []
     for i, (name, schema) in enumerate(shape.named.items()):
         part = f"{rule}_{i}"
