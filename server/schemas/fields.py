@@ -8,7 +8,7 @@ in words. A field that no table knows is let through and its name is reported, u
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -60,6 +60,7 @@ class Unread:
 
 
 _HINT = Unread()
+_NONE: Mapping[str, Unread] = {}
 _FUNCTIONS, _BEAMS = "an older spelling of tools is", "beam search is"
 _FORMAT = "this way to ask for structured output (response_format and structured_outputs are others) is"
 _TEMPLATE, _MEDIA = "a chat template of the request is", "media other than text are"
@@ -155,6 +156,37 @@ class FieldReader:
                 self._ignore(where + name, value, (*fields, *unread))
         return taken
 
+    def take_inner(
+        self,
+        holder: dict[str, object],
+        name: str,
+        model: type[BaseModel],
+        unread: Mapping[str, Unread] = _NONE,
+        where: str = "",
+    ) -> dict[str, object]:
+        """Take the fields of the object that `holder` has under this name, and return them; none if it is no object."""
+        if not isinstance(given := holder.get(name), dict):
+            return {}
+        holder[name] = taken = self.take(given, model, unread, f"{where}{name}.")
+        return taken
+
+    def take_each(
+        self,
+        holder: dict[str, object],
+        name: str,
+        take: Callable[[str, dict[str, Any], FieldReader], object],
+        where: str = "",
+    ) -> None:
+        """Replace the objects in the list that `holder` has under this name by what `take` makes of each.
+
+        It gets where the object stands, the object and this reader.
+        """
+        if isinstance(entries := holder.get(name), list):
+            holder[name] = [
+                take(f"{where}{name}[{i}]", entry, self) if isinstance(entry, dict) else entry
+                for i, entry in enumerate(entries)
+            ]
+
     def leave_out(self, name: str, message: str) -> None:
         """Name what is left out of the prompt; if strict, refuse it with the message. Raises InvalidRequestError."""
         if self.strict:
@@ -193,19 +225,14 @@ def take_fields(
     """
     reader = FieldReader(strict)
     taken = reader.take(given, model, UNREAD)
-    options, messages = taken.get("stream_options"), taken.get("messages")
-    if isinstance(options, dict):
-        taken["stream_options"] = reader.take(options, StreamOptions, _OF_STREAM_OPTIONS, "stream_options.")
-    if isinstance(wanted := taken.get("response_format"), dict):
-        taken["response_format"] = _take_format(wanted, reader)
-    if isinstance(outputs := taken.get("structured_outputs"), dict):
-        taken["structured_outputs"] = reader.take(outputs, StructuredOutputs, _OF_OUTPUTS, "structured_outputs.")
-    if isinstance(tools := taken.get("tools"), list):
-        taken["tools"] = [_take_function(tool, (Tool, Function), {}, "tools.", reader) for tool in tools]
+    reader.take_inner(taken, "stream_options", StreamOptions, _OF_STREAM_OPTIONS)
+    wanted = reader.take_inner(taken, "response_format", ResponseFormat)
+    reader.take_inner(wanted, "json_schema", NamedSchema, where="response_format.")
+    reader.take_inner(taken, "structured_outputs", StructuredOutputs, _OF_OUTPUTS)
+    reader.take_each(taken, "tools", _take_tool)
     if isinstance(choice := taken.get("tool_choice"), dict):
         taken["tool_choice"] = _take_choice(choice, reader)
-    if isinstance(messages, list):
-        taken["messages"] = [_take_message(i, message, reader) for i, message in enumerate(messages)]
+    reader.take_each(taken, "messages", _take_message)
     return taken, list(reader.ignored)
 
 
@@ -215,54 +242,42 @@ def ignored_names(names: list[str]) -> str:
     return ", ".join(shown + [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN))
 
 
-def _take_format(given: dict[str, Any], reader: FieldReader) -> dict[str, object]:
-    taken = reader.take(given, ResponseFormat, {}, "response_format.")
-    if isinstance(schema := taken.get("json_schema"), dict):
-        taken["json_schema"] = reader.take(schema, NamedSchema, {}, "response_format.json_schema.")
-    return taken
-
-
-def _take_message(i: int, message: Any, reader: FieldReader) -> Any:
-    if not isinstance(message, dict):
-        return message
-    _check_role(f"messages[{i}].role", message.get("role"))
+def _take_message(where: str, message: dict[str, Any], reader: FieldReader) -> dict[str, object]:
+    _check_role(f"{where}.role", message.get("role"))
     taken = reader.take(message, Message, _OF_MESSAGES, "messages.")
-    content = taken.get("content")
-    if isinstance(content, list):
-        taken["content"] = [_take_part(part, reader) for part in content]
-    elif content is None and taken.get("role") in ("assistant", "tool", "function"):
+    reader.take_each(taken, "content", _take_part)
+    if "content" not in taken and taken.get("role") in ("assistant", "tool", "function"):
         taken["content"] = ""
-    if isinstance(call := taken.get("function_call"), dict):
-        if call:
-            taken["function_call"] = reader.take(call, FunctionCall, {}, "messages.function_call.")
-        else:
-            del taken["function_call"]
-    if taken.get("tool_calls") == []:
-        del taken["tool_calls"]
-    elif isinstance(calls := taken.get("tool_calls"), list):
-        models = ToolCall, FunctionCall
-        taken["tool_calls"] = [
-            _take_function(call, models, _OF_CALLS, "messages.tool_calls.", reader) for call in calls
-        ]
+    for name, empty in (("function_call", {}), ("tool_calls", [])):
+        if taken.get(name) == empty:
+            del taken[name]
+    reader.take_inner(taken, "function_call", FunctionCall, where="messages.")
+    reader.take_each(taken, "tool_calls", _take_call)
     return taken
 
 
-def _take_choice(given: dict[str, Any], reader: FieldReader) -> Any:
-    where, models = "tool_choice.", (NamedTool, FunctionName)
+def _take_tool(_where: str, tool: dict[str, Any], reader: FieldReader) -> dict[str, object]:
+    return _take_function(tool, (Tool, Function), _NONE, "tools.", reader)
+
+
+def _take_call(_where: str, call: dict[str, Any], reader: FieldReader) -> dict[str, object]:
+    return _take_function(call, (ToolCall, FunctionCall), _OF_CALLS, "messages.tool_calls.", reader)
+
+
+def _take_choice(given: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     if given.get("type") != "allowed_tools":
-        return _take_function(given, models, {}, where, reader)
-    taken = reader.take(given, AllowedChoice, {}, where)
-    if isinstance(allowed := taken.get("allowed_tools"), dict):
-        taken["allowed_tools"] = allowed = reader.take(allowed, AllowedTools, {}, f"{where}allowed_tools.")
-        if isinstance(tools := allowed.get("tools"), list):
-            where = f"{where}allowed_tools.tools."
-            allowed["tools"] = [_take_function(tool, models, {}, where, reader) for tool in tools]
+        return _take_function(given, (NamedTool, FunctionName), _NONE, "tool_choice.", reader)
+    taken = reader.take(given, AllowedChoice, _NONE, "tool_choice.")
+    allowed = reader.take_inner(taken, "allowed_tools", AllowedTools, where="tool_choice.")
+    reader.take_each(allowed, "tools", _take_allowed)
     return taken
 
 
-def _take_part(part: Any, reader: FieldReader) -> Any:
-    if not isinstance(part, dict):
-        return part
+def _take_allowed(_where: str, tool: dict[str, Any], reader: FieldReader) -> dict[str, object]:
+    return _take_function(tool, (NamedTool, FunctionName), _NONE, "tool_choice.allowed_tools.tools.", reader)
+
+
+def _take_part(_where: str, part: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     model = RefusalPart if part.get("type") == "refusal" else TextPart
     return reader.take(part, model, _OF_PARTS, "messages.content.")
 
@@ -277,13 +292,12 @@ def _check_role(where: str, role: Any) -> None:
         raise InvalidRequestError(message, param="messages")
 
 
-def _take_function(given: Any, models: _Models, unread: Mapping[str, Unread], where: str, reader: FieldReader) -> Any:
+def _take_function(
+    given: dict[str, Any], models: _Models, unread: Mapping[str, Unread], where: str, reader: FieldReader
+) -> dict[str, object]:
     """Take the fields of a tool, a choice or a call, and those of its function."""
-    if not isinstance(given, dict):
-        return given
     taken = reader.take(given, models[0], unread, where)
-    if isinstance(function := taken.get("function"), dict):
-        taken["function"] = reader.take(function, models[1], {}, f"{where}function.")
+    reader.take_inner(taken, "function", models[1], where=where)
     return taken
 
 

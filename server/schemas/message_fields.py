@@ -79,16 +79,11 @@ def take_message_fields(
         ("output_format", JsonOutput),
         ("metadata", MessageMetadata),
     ):
-        if isinstance(value := taken.get(name), dict):
-            taken[name] = value = reader.take(value, its_model, {}, f"{name}.")
-            if isinstance(wanted := value.get("format"), dict):
-                value["format"] = reader.take(wanted, JsonOutput, {}, f"{name}.format.")
-    if isinstance(messages := taken.get("messages"), list):
-        taken["messages"] = [_take_message(f"messages[{i}]", message, reader) for i, message in enumerate(messages)]
+        reader.take_inner(reader.take_inner(taken, name, its_model), "format", JsonOutput, where=f"{name}.")
+    reader.take_each(taken, "messages", _take_message)
     if isinstance(system := taken.get("system"), list):
         taken["system"] = _take_blocks("system", system, _TEXT, "the system", reader)
-    if isinstance(tools := taken.get("tools"), list):
-        taken["tools"] = [_take_tool(f"tools[{i}]", tool, reader) for i, tool in enumerate(tools)]
+    reader.take_each(taken, "tools", _take_tool)
     return taken, list(reader.ignored)
 
 
@@ -99,9 +94,7 @@ def _keeps_all(value: object) -> bool:
     return isinstance(edits, list) and all(edit == neutral for edit in edits)
 
 
-def _take_message(where: str, message: Any, reader: FieldReader) -> Any:
-    if not isinstance(message, dict):
-        return message
+def _take_message(where: str, message: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     taken = reader.take(message, TurnMessage, _CACHED, "messages.")
     role = taken.get("role")
     known = _BLOCKS.get(role) if isinstance(role, str) else None
@@ -139,9 +132,7 @@ def _take_block(where: str, block: Any, known: Mapping[str, type[BaseModel]], ho
     return taken
 
 
-def _take_tool(where: str, tool: Any, reader: FieldReader) -> Any:
-    if not isinstance(tool, dict):
-        return tool
+def _take_tool(where: str, tool: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     kind = tool.get("type")
     if not isinstance(kind, str) or is_client_tool(kind):
         return reader.take(tool, ClientTool, _OF_TOOLS, "tools.")

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.core.errors import show
 from gptserve.server.schemas.fields import FieldReader, Unread
-from gptserve.server.schemas.response_tool_fields import take_choice, take_tools
+from gptserve.server.schemas.response_tool_fields import take_choice, take_tool
 from gptserve.server.schemas.response_tools import CallOutputItem, InputPart
 from gptserve.server.schemas.responses import ITEMS, InputItem, ReasoningOptions, TextFormat, TextOptions
 
@@ -56,27 +56,19 @@ def take_response_fields(
     """
     reader = FieldReader(strict)
     taken = reader.take(given, model, UNREAD)
-    if isinstance(items := taken.get("input"), list):
-        taken["input"] = [_take_item(f"input[{i}]", item, reader) for i, item in enumerate(items)]
-    if isinstance(options := taken.get("text"), dict):
-        taken["text"] = options = reader.take(options, TextOptions, {}, "text.")
-        if isinstance(wanted := options.get("format"), dict):
-            options["format"] = reader.take(wanted, TextFormat, {}, "text.format.")
-    if isinstance(options := taken.get("reasoning"), dict):
-        taken["reasoning"] = reader.take(options, ReasoningOptions, OF_REASONING, "reasoning.")
+    reader.take_each(taken, "input", _take_item)
+    reader.take_inner(reader.take_inner(taken, "text", TextOptions), "format", TextFormat, where="text.")
+    reader.take_inner(taken, "reasoning", ReasoningOptions, OF_REASONING)
     if isinstance(options := given.get("prompt_cache_options"), dict):
         reader.take(options, BaseModel, OF_CACHE, "prompt_cache_options.")
-    if isinstance(tools := taken.get("tools"), list):
-        taken["tools"] = take_tools(tools, reader)
+    reader.take_each(taken, "tools", take_tool)
     if isinstance(choice := taken.get("tool_choice"), dict):
         taken["tool_choice"] = take_choice(choice, reader)
     return taken, list(reader.ignored)
 
 
-def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
+def _take_item(where: str, item: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     """Return the fields of an item. Reasoning is the assistant's, and may have nothing to read."""
-    if not isinstance(item, dict):
-        return item
     kind = _check_type(where, item, ITEMS, "an item")
     if kind is None and "role" not in item and "id" in item:
         kind, item = "item_reference", {**item, "type": "item_reference"}
@@ -85,14 +77,11 @@ def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
     if taken.get("type") == "reasoning":
         taken = {"content": [], **taken, "role": "assistant"}
     for name in ("content", "output"):
-        if isinstance(parts := taken.get(name), list):
-            taken[name] = [_take_part(f"{where}.{name}[{i}]", part, reader) for i, part in enumerate(parts)]
+        reader.take_each(taken, name, _take_part, f"{where}.")
     return taken
 
 
-def _take_part(where: str, part: Any, reader: FieldReader) -> Any:
-    if not isinstance(part, dict):
-        return part
+def _take_part(where: str, part: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     kind = _check_type(where, part, _PART_TYPES, "a part")
     if kind == "refusal":
         if "refusal" not in part:

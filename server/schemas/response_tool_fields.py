@@ -7,7 +7,7 @@ does not see them, and the names of their types are reported. `response_fields.p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,14 +30,11 @@ _INNER_TYPES = ("function", "custom")
 _OF_TOOLS = dict.fromkeys(("output_schema", "allowed_callers", "defer_loading", "async"), Unread())
 
 
-def take_tools(tools: Sequence[Any], reader: FieldReader) -> list[Any]:
-    """Return the fields of tools; of those that are hosted only the type. Raises InvalidRequestError."""
-    return [
-        {"type": tool["type"]}
-        if _is_left_out(f"tools[{i}]", tool, "tools.", reader)
-        else _take_tool(f"tools[{i}]", tool, reader)
-        for i, tool in enumerate(tools)
-    ]
+def take_tool(where: str, tool: dict[str, Any], reader: FieldReader) -> dict[str, object]:
+    """Return the fields of a tool; of one that is hosted only the type. Raises InvalidRequestError."""
+    if _is_left_out(where, tool, "tools.", reader):
+        return {"type": tool["type"]}
+    return _take_offered(where, tool, reader)
 
 
 def take_choice(choice: Mapping[str, Any], reader: FieldReader) -> dict[str, object]:
@@ -49,32 +46,30 @@ def take_choice(choice: Mapping[str, Any], reader: FieldReader) -> dict[str, obj
         return reader.take(choice, NamedTool, {}, "tool_choice.")
     taken = reader.take(choice, AllowedTools, {}, "tool_choice.")
     if isinstance(tools := taken.get("tools"), list):
-        where = "tool_choice.tools."
-        kept = [tool for i, tool in enumerate(tools) if not _is_left_out(f"{where[:-1]}[{i}]", tool, where, reader)]
-        taken["tools"] = [reader.take(tool, NamedTool, {}, where) if isinstance(tool, dict) else tool for tool in kept]
+        where = "tool_choice.tools"
+        taken["tools"] = [
+            tool for i, tool in enumerate(tools) if not _is_left_out(f"{where}[{i}]", tool, f"{where}.", reader)
+        ]
+        reader.take_each(taken, "tools", lambda _, tool, its: its.take(tool, NamedTool, {}, f"{where}."))
     return taken
 
 
-def _take_tool(where: str, tool: Any, reader: FieldReader, prefix: str = "tools.") -> Any:
-    if not isinstance(tool, dict):
-        return tool
+def _take_offered(where: str, tool: dict[str, Any], reader: FieldReader, prefix: str = "tools.") -> dict[str, object]:
     kind = tool.get("type")
     model = _MODELS.get(kind, FunctionTool) if isinstance(kind, str) else FunctionTool
     taken = reader.take(tool, model, _OF_TOOLS, prefix)
-    if isinstance(wanted := taken.get("format"), dict):
-        taken["format"] = wanted = reader.take(wanted, CustomFormat, {}, f"{prefix}format.")
-        if wanted.get("syntax") == "lark":
-            reader.leave_out(f"{prefix}format", f"{where}.format: a grammar in Lark is not enforced by this server")
-    if isinstance(inner := taken.get("tools"), list):
-        for i, one in enumerate(inner):
-            kind = one.get("type") if isinstance(one, dict) else None
-            if isinstance(kind, str) and kind not in _INNER_TYPES:
-                place = f"{where}.tools[{i}]"
-                raise InvalidRequestError(_lack(place, kind), param=place, code="unsupported_parameter")
-        taken["tools"] = [
-            _take_tool(f"{where}.tools[{i}]", one, reader, f"{prefix}tools.") for i, one in enumerate(inner)
-        ]
+    if reader.take_inner(taken, "format", CustomFormat, where=prefix).get("syntax") == "lark":
+        reader.leave_out(f"{prefix}format", f"{where}.format: a grammar in Lark is not enforced by this server")
+    reader.take_each(taken, "tools", _take_inner, f"{where}.")
     return taken
+
+
+def _take_inner(where: str, tool: dict[str, Any], reader: FieldReader) -> dict[str, object]:
+    """Return the fields of a tool of a namespace. Raises InvalidRequestError for one that is hosted."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind not in _INNER_TYPES:
+        raise InvalidRequestError(_lack(where, kind), param=where, code="unsupported_parameter")
+    return _take_offered(where, tool, reader, "tools.tools.")
 
 
 def _is_left_out(where: str, tool: Any, prefix: str, reader: FieldReader) -> bool:

@@ -295,9 +295,9 @@ FAULTS = (
     ),
     Fault(
         "array_separator",
-        "server/tools/mistral.py",
-        'rest = calls.repeated(literal(", "))',
-        'rest = calls.repeated(literal(","))',
+        "server/tools/json_list.py",
+        'between: str = ", "',
+        'between: str = ","',
         ("tests/server/tools/test_grammar.py", "tests/server/tools/test_formats.py"),
         "forced calls are separated otherwise than the model was trained to",
     ),
