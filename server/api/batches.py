@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from gptserve.server.api.background import owner_of
 from gptserve.server.api.completions import read_body
 from gptserve.server.api.files import check_expiry
-from gptserve.server.api.pages import list_fields, page_of, page_parameters
+from gptserve.server.api.pages import page_json, page_of, page_parameters
 from gptserve.server.batches.batches import Batches
 from gptserve.server.batches.runner import KeptBatch
 from gptserve.server.completions.service import Service
@@ -39,7 +39,6 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
 
     @router.post(
         _PATH,
-        name="create_batch",
         summary="Answer the requests in a file, behind all others",
         openapi_extra=json_body(BatchRequest),
         responses={200: {"model": BatchObject}, **error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503)},
@@ -54,21 +53,17 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
 
     @router.get(
         _PATH,
-        name="list_batches",
         summary="List your batches, newest first",
-        openapi_extra={"parameters": page_parameters(_MAX_LIMIT, _LIMIT, has_order=False)},
+        openapi_extra={"parameters": page_parameters(_MAX_LIMIT, _LIMIT)},
         responses={200: {"model": BatchList}, **error_responses(400, 401)},
     )
     async def list_batches(request: Request) -> Response:
         listed = batches.list_batches(owner_of(request))
         page, has_more = page_of(request, listed, lambda one: one.record.batch_id, most=_MAX_LIMIT, default=_LIMIT)
-        data = [to_batch_object(batch) for batch in page]
-        fields = list_fields([entry.id for entry in data], has_more=has_more)
-        return JSONResponse(BatchList.model_validate({"data": data, **fields}).model_dump())
+        return JSONResponse(page_json([to_batch_object(batch).model_dump() for batch in page], has_more=has_more))
 
     @router.get(
         f"{_PATH}/{{id}}",
-        name="retrieve_batch",
         summary="Describe a batch",
         openapi_extra={"parameters": [_ID]},
         responses={200: {"model": BatchObject}, **error_responses(401, 404)},
@@ -78,7 +73,6 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
 
     @router.post(
         f"{_PATH}/{{id}}/cancel",
-        name="cancel_batch",
         summary="Cancel a batch; what it has so far goes into its files",
         openapi_extra={"parameters": [_ID]},
         responses={200: {"model": BatchObject}, **error_responses(401, 404)},

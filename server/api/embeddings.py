@@ -30,7 +30,6 @@ def embeddings_router(service: Service) -> APIRouter:
 
     @router.post(
         "/v1/embeddings",
-        name="create_embedding",
         summary="Turn texts into vectors",
         openapi_extra=json_body(EmbeddingRequest),
         responses={

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gptserve.server.api.background import owner_of
-from gptserve.server.api.pages import list_fields, page_of, page_parameters
+from gptserve.server.api.pages import page_json, page_of, page_parameters
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError, show, shutting_down
 from gptserve.server.files.files import MAX_FILES, PIECE_BYTES, Files
@@ -51,40 +51,35 @@ def files_router(service: Service, files: Files) -> APIRouter:
     router, routes = APIRouter(tags=["files"]), _Routes(service, files)
     router.post(
         _PATH,
-        name="create_file",
         summary="Keep a file for a batch",
         openapi_extra=_UPLOAD,
         responses={200: {"model": FileObject}, **error_responses(400, 401, 408, 413, 415, 429, 500, 503)},
-    )(routes.create)
+    )(routes.create_file)
     router.get(
         _PATH,
-        name="list_files",
         summary="List your files, newest first",
-        openapi_extra={"parameters": [_PURPOSE, *page_parameters(MAX_FILES, MAX_FILES, has_order=True)]},
+        openapi_extra={"parameters": [_PURPOSE, *page_parameters(MAX_FILES, MAX_FILES)]},
         responses={200: {"model": FileList}, **error_responses(400, 401)},
     )(routes.list_files)
     router.get(
         f"{_PATH}/{{id}}",
-        name="retrieve_file",
         summary="Describe a file",
         openapi_extra={"parameters": [_ID]},
         responses={200: {"model": FileObject}, **error_responses(401, 404)},
-    )(routes.retrieve)
+    )(routes.retrieve_file)
     router.get(
         f"{_PATH}/{{id}}/content",
-        name="download_file",
         summary="Return the bytes of a file",
         openapi_extra={"parameters": [_ID]},
         response_class=Response,
         responses={200: {"content": _BYTES}, **error_responses(401, 404, 500)},
-    )(routes.content)
+    )(routes.download_file)
     router.delete(
         f"{_PATH}/{{id}}",
-        name="delete_file",
         summary="Delete a file that no batch needs",
         openapi_extra={"parameters": [_ID]},
         responses={200: {"model": DeletedFile}, **error_responses(401, 404, 409, 500)},
-    )(routes.delete)
+    )(routes.delete_file)
     return router
 
 
@@ -95,7 +90,7 @@ class _Routes:
         self._service = service
         self._files = files
 
-    async def create(self, request: Request) -> Response:
+    async def create_file(self, request: Request) -> Response:
         """Keep a file."""
         service, owner = self._service, owner_of(request)
         if service.lifecycle.is_draining:
@@ -121,18 +116,18 @@ class _Routes:
         page, has_more = page_of(request, listed, lambda record: record.file_id, most=MAX_FILES, default=MAX_FILES)
         return await self._service.in_thread(_list_response, page, has_more)
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve_file(self, request: Request) -> Response:
         """Describe a file."""
         return JSONResponse(to_file_object(await self._found(request)).model_dump())
 
-    async def content(self, request: Request) -> Response:
+    async def download_file(self, request: Request) -> Response:
         """Return the bytes of a file."""
         record = await self._found(request)
         file = await self._files.open(record)
         headers = {"content-length": str(record.num_bytes), "x-content-type-options": "nosniff"}
         return _Content(file, headers)
 
-    async def delete(self, request: Request) -> Response:
+    async def delete_file(self, request: Request) -> Response:
         """Delete a file."""
         record = await self._found(request)
         await self._files.delete(record)
@@ -166,9 +161,7 @@ def to_file_object(record: FileRecord) -> FileObject:
 
 
 def _list_response(page: list[FileRecord], has_more: bool) -> Response:
-    data = [to_file_object(record) for record in page]
-    fields = list_fields([entry.id for entry in data], has_more=has_more)
-    return JSONResponse(FileList.model_validate({"data": data, **fields}).model_dump())
+    return JSONResponse(page_json([to_file_object(record).model_dump() for record in page], has_more=has_more))
 
 
 def _check_form(fields: Mapping[str, str]) -> int | None:

@@ -44,7 +44,6 @@ def messages_router(service: Service) -> APIRouter:
 
     @router.post(
         _PATH,
-        name="create_message",
         summary="Answer a conversation in the shape of Anthropic's API",
         openapi_extra=json_body(MessagesRequest),
         responses={
@@ -69,7 +68,6 @@ def messages_router(service: Service) -> APIRouter:
 
     @router.post(
         f"{_PATH}/count_tokens",
-        name="count_message_tokens",
         summary="Count the tokens that the prompt of a message would have",
         openapi_extra=json_body(TokenCountRequest),
         responses={200: {"model": CountedTokens}, **_ERRORS},

@@ -13,12 +13,12 @@ from gptserve.server.core.errors import ServiceError, show
 Entry = TypeVar("Entry")
 
 
-def page_parameters(most: int, default: int, *, has_order: bool) -> list[dict[str, Any]]:
+def page_parameters(most: int, default: int) -> list[dict[str, Any]]:
     """Return the descriptions of the parameters in the query."""
     limit = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
     order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}}
     after = {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "the id before the page"}
-    return [{"name": "limit", "in": "query", "schema": limit}, after, *([order] if has_order else [])]
+    return [{"name": "limit", "in": "query", "schema": limit}, order, after]
 
 
 def page_of(
@@ -43,9 +43,10 @@ def page_of(
     return asked[: int(limit)], len(asked) > int(limit)
 
 
-def list_fields(ids: Sequence[str], *, has_more: bool) -> dict[str, object]:
-    """Return the fields of a page beside its entries."""
-    return {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": has_more}
+def page_json(entries: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, object]:
+    """Return a page of entries, each with an id."""
+    first, last = (entries[0]["id"], entries[-1]["id"]) if entries else (None, None)
+    return {"object": "list", "data": entries, "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def _error(param: str, message: str) -> ServiceError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of, request_to_keep
 from gptserve.server.api.completions import THREAD_BYTES, read_body
+from gptserve.server.api.pages import page_json, page_of, page_parameters
 from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
@@ -28,7 +30,7 @@ from gptserve.server.core.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.jobs.job import BackgroundJob, BackgroundRequest
-from gptserve.server.responses.input_list import list_items
+from gptserve.server.responses.input_list import item_json, items_by_id
 from gptserve.server.responses.kept import KeptResponses
 from gptserve.server.responses.plan import (
     ResponsePlan,
@@ -40,10 +42,8 @@ from gptserve.server.responses.queries import (
     AFTER_EVENT,
     ID,
     INCLUDE,
-    PAGE,
     STREAM,
     check_include,
-    page_asked,
     stream_asked,
 )
 from gptserve.server.responses.stream import (
@@ -67,6 +67,7 @@ from gptserve.server.schemas.responses import (
 _PATH = "/v1/responses"
 _BY_ID = f"{_PATH}/{{id}}"
 _METHODS = ("GET", "POST", "DELETE")
+_MAX_LIMIT, _LIMIT = 100, 20
 _LACKING = {
     f"{_PATH}/compact": "compaction of a conversation (truncation auto is another way)",
     "/v1/conversations": "a conversation object (previous_response_id is another way)",
@@ -87,48 +88,42 @@ def responses_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     routes = _Routes(service, jobs)
     router.post(
         _PATH,
-        name="create_response",
         summary="Answer with a response, which is stored",
         openapi_extra={**json_body(ResponsesRequest), "parameters": [IDEMPOTENCY_KEY]},
         responses={**_ANSWER, **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503)},
-    )(routes.create)
+    )(routes.create_response)
     router.post(
         f"{_PATH}/input_tokens",
-        name="count_input_tokens",
         summary="Count the tokens that a response would have as its input",
         openapi_extra=json_body(ResponsesRequest),
         responses={200: {"model": InputTokens}, **error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503)},
-    )(routes.count)
+    )(routes.count_input_tokens)
     for path, what in _LACKING.items():
         router.add_api_route(path, partial(_refuse, what), methods=[*_METHODS], include_in_schema=False)
     router.get(
         _BY_ID,
-        name="retrieve_response",
         summary="Return a response so far, or stream its events from any of them on",
         openapi_extra={"parameters": [ID, STREAM, AFTER_EVENT, INCLUDE]},
         responses={**_ANSWER, **error_responses(400, 401, 404, 500)},
-    )(routes.retrieve)
+    )(routes.retrieve_response)
     router.get(
         f"{_BY_ID}/input_items",
-        name="list_input_items",
         summary="List the items that a response was made of",
-        openapi_extra={"parameters": [ID, *PAGE, INCLUDE]},
+        openapi_extra={"parameters": [ID, *page_parameters(_MAX_LIMIT, _LIMIT), INCLUDE]},
         responses={200: {"model": InputItemList}, **error_responses(400, 401, 404, 500)},
-    )(routes.list_input)
+    )(routes.list_input_items)
     router.post(
         f"{_BY_ID}/cancel",
-        name="cancel_response",
         summary="Cancel a response; a background one that has ended stays as it is",
         openapi_extra={"parameters": [ID]},
         responses={200: {"model": ResponseObject}, **error_responses(400, 401, 404, 500)},
-    )(routes.cancel)
+    )(routes.cancel_response)
     router.delete(
         _BY_ID,
-        name="delete_response",
         summary="Delete a response; one that runs is cancelled",
         openapi_extra={"parameters": [ID]},
         responses={200: {"model": DeletedResponse}, **error_responses(401, 404, 500)},
-    )(routes.delete)
+    )(routes.delete_response)
     return router
 
 
@@ -140,7 +135,7 @@ class _Routes:
         self._jobs = jobs
         self._kept = KeptResponses(service, jobs)
 
-    async def create(self, request: Request) -> Response:
+    async def create_response(self, request: Request) -> Response:
         """Plan a response; begin it in the store, or compute it for its client alone."""
         started_at = time.perf_counter()
         service, jobs = self._service, self._jobs
@@ -182,7 +177,7 @@ class _Routes:
 
         return await self._jobs.begin_or_find(background, make_plan)
 
-    async def count(self, request: Request) -> Response:
+    async def count_input_tokens(self, request: Request) -> Response:
         """Count the tokens of the input."""
         service = self._service
         service.check_alive()
@@ -192,7 +187,7 @@ class _Routes:
             counted = await count_input_tokens(asked, planning)
         return JSONResponse(InputTokens(input_tokens=counted).model_dump())
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve_response(self, request: Request) -> Response:
         """Return a response, or its events."""
         stream, after = stream_asked(request)
         job = await self._found(request)
@@ -206,14 +201,16 @@ class _Routes:
             await self._check_after(after, job, plan)
         return StoredAnswer(self._service, self._jobs, job, plan, stream=True, after=after)
 
-    async def list_input(self, request: Request) -> Response:
+    async def list_input_items(self, request: Request) -> Response:
         """Return a page of the items that a response was made of."""
-        page, job = page_asked(request), await self._found(request)
+        job = await self._found(request)
         check_include(request, has_logprobs=False)
-        listed = list_items(job.completion_id, (await self._kept.plan(job)).asked, page)
+        items = items_by_id(job.completion_id, (await self._kept.plan(job)).asked)
+        page, has_more = page_of(request, list(items.items()), itemgetter(0), most=_MAX_LIMIT, default=_LIMIT)
+        listed = page_json([item_json(item_id, item) for item_id, item in page], has_more=has_more)
         return await self._service.in_thread(json_response, listed)
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel_response(self, request: Request) -> Response:
         """Cancel a response."""
         job = await self._found(request)
         plan = await self._kept.plan(job)
@@ -225,7 +222,7 @@ class _Routes:
         await self._jobs.cancel(job)
         return await self._answer(job, await self._kept.plan(job), request)
 
-    async def delete(self, request: Request) -> Response:
+    async def delete_response(self, request: Request) -> Response:
         """Delete a response."""
         job = await self._found(request)
         await self._jobs.delete(job)

@@ -31,7 +31,6 @@ def classify_router(service: Service) -> APIRouter:
     @router.post("/classify", include_in_schema=False)
     @router.post(
         "/v1/classify",
-        name="classify",
         summary="Tell the probability of each label of texts",
         openapi_extra=json_body(ClassifyRequest),
         responses={200: {"model": ClassifyList, "description": "The probabilities of each input"}, **_REFUSALS},
@@ -49,7 +48,6 @@ def scores_router(service: Service) -> APIRouter:
     @router.post("/score", include_in_schema=False)
     @router.post(
         "/v1/score",
-        name="score",
         summary="Score pairs of texts",
         openapi_extra=json_body(ScoreRequest),
         responses={200: {"model": ScoreList, "description": "A score of each pair"}, **_REFUSALS},
@@ -60,7 +58,6 @@ def scores_router(service: Service) -> APIRouter:
     @router.post("/rerank", include_in_schema=False)
     @router.post(
         "/v1/rerank",
-        name="rerank",
         summary="Sort documents by how well they answer a query, in Jina's shape",
         openapi_extra=json_body(RerankRequest),
         responses={200: {"model": Ranking, "description": "The documents, the best first"}, **_REFUSALS},
@@ -70,7 +67,6 @@ def scores_router(service: Service) -> APIRouter:
 
     @router.post(
         "/v2/rerank",
-        name="rerank_v2",
         summary="Sort documents by how well they answer a query, in Cohere's shape",
         openapi_extra=json_body(RerankRequest),
         responses={200: {"model": Ranking, "description": "The documents, the best first"}, **_REFUSALS},

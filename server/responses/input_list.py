@@ -6,10 +6,8 @@ They depend on the kept request alone. Knows no HTTP; `api/responses.py` calls i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gptserve.server.completions.shapes import Json
-from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.responses.plan import input_items
 from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, CustomCallItem, InputPart
 from gptserve.server.schemas.responses import InputItem, Item, StoredRequest
@@ -20,42 +18,14 @@ _PREFIXES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageAsked:
-    """Which items of a list a client wants: up to `limit` of them, after the item with the id `after`."""
-
-    limit: int
-    is_descending: bool
-    after: str | None
+def items_by_id(response_id: str, asked: StoredRequest) -> dict[str, Item]:
+    """Return what a response was made of, by ids: the conversation that it continued, and its input."""
+    items, suffix = [*asked.earlier, *input_items(asked)], response_id.partition("_")[2]
+    return {f"{_PREFIXES[item.type or 'message']}_{suffix}_in_{i}": item for i, item in enumerate(items)}
 
 
-def list_items(response_id: str, asked: StoredRequest, page: PageAsked) -> Json:
-    """Return a page of the conversation that a response continued, and of its input. Raises ServiceError."""
-    items = [*asked.earlier, *input_items(asked)]
-    ids = item_ids(response_id, items)
-    places = list(range(len(items)))[:: -1 if page.is_descending else 1]
-    if page.after is not None:
-        if page.after not in ids:
-            message = f"after must be the id of an item of this response's input, got {show(page.after)}"
-            raise ServiceError("invalid_value", message, param="after")
-        places = places[places.index(ids.index(page.after)) + 1 :]
-    shown = places[: page.limit]
-    return {
-        "object": "list",
-        "data": [_to_json(ids[place], items[place]) for place in shown],
-        "first_id": ids[shown[0]] if shown else None,
-        "last_id": ids[shown[-1]] if shown else None,
-        "has_more": len(shown) < len(places),
-    }
-
-
-def item_ids(response_id: str, items: Sequence[Item]) -> list[str]:
-    """Return the ids of what a response was made of."""
-    suffix = response_id.partition("_")[2]
-    return [f"{_PREFIXES[item.type or 'message']}_{suffix}_in_{i}" for i, item in enumerate(items)]
-
-
-def _to_json(item_id: str, item: Item) -> Json:
+def item_json(item_id: str, item: Item) -> Json:
+    """Return an item as it is listed."""
     head: Json = {"id": item_id, "type": item.type or "message", "status": "completed"}
     if isinstance(item, CallItem | CustomCallItem):
         namespace = {} if item.namespace is None else {"namespace": item.namespace}

@@ -15,7 +15,7 @@ from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.jobs.job import BackgroundJob
 from gptserve.server.jobs.store import JobStoreError
-from gptserve.server.responses.input_list import item_ids
+from gptserve.server.responses.input_list import items_by_id
 from gptserve.server.responses.plan import RESPONSE_SHAPE, ResponsePlan, input_items, output_items
 from gptserve.server.responses.stream import render_response
 from gptserve.server.schemas.responses import GivenItem, Item, ItemReference, ResponsesRequest, StoredRequest
@@ -104,10 +104,8 @@ class KeptResponses:
             raise ServiceError("invalid_value", message, param=where)
         hold(planning, job.num_bytes)
         plan = await self.plan(job)
-        told = [*plan.asked.earlier, *input_items(plan.asked)]
         output: Any = (await self.read(job, plan))["output"]
-        items: dict[str, Item | Json] = dict(zip(item_ids(response_id, told), told, strict=True))
-        return items | {item["id"]: item for item in output}
+        return {**items_by_id(response_id, plan.asked), **{item["id"]: item for item in output}}
 
     async def _find(self, response_id: str, owner: str | None) -> BackgroundJob | None:
         try:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import get_args
 
 from starlette.requests import Request
 
 from gptserve.server.core.errors import ServiceError, show
-from gptserve.server.responses.input_list import PageAsked
 from gptserve.server.responses.stream import NO_EVENT
 from gptserve.server.schemas.responses import LOGPROBS, Includable
-
-MAX_LIMIT = 100
-DEFAULT_LIMIT = 20
 
 NOTHING = tuple(value for value in get_args(Includable) if value != LOGPROBS)
 """What may be included and asks for nothing."""
@@ -32,15 +28,6 @@ AFTER_EVENT = {
     "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
     "description": "the sequence_number of the last event to leave out of a stream",
 }
-PAGE: list[dict[str, Any]] = [
-    {
-        "name": "limit",
-        "in": "query",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
-    },
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "the id of the item before the page"},
-]
 
 
 def stream_asked(request: Request) -> tuple[bool, int]:
@@ -56,17 +43,6 @@ def stream_asked(request: Request) -> tuple[bool, int]:
         message = f"starting_after must be the sequence_number of an event, such as 17, got {show(after)}"
         raise _error("starting_after", message)
     return True, int(after)
-
-
-def page_asked(request: Request) -> PageAsked:
-    """Return which items are asked for. Raises ServiceError."""
-    query = request.query_params
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
-    if re.fullmatch("[0-9]{1,3}", limit) is None or not 1 <= int(limit) <= MAX_LIMIT:
-        raise _error("limit", f"limit must be a whole number from 1 to {MAX_LIMIT}, got {show(limit)}")
-    if order not in ("asc", "desc"):
-        raise _error("order", f"order must be asc or desc, got {show(order)}")
-    return PageAsked(int(limit), order == "desc", query.get("after"))
 
 
 def check_include(request: Request, *, has_logprobs: bool) -> None:

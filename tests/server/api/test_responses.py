@@ -753,7 +753,7 @@ def test_the_items_that_a_response_was_made_of_are_listed(serve: Serve, tmp_path
         ({"limit": 101}, "invalid_value", "limit must be a whole number from 1 to 100, got '101'"),
         ({"limit": "1e1"}, "invalid_value", "limit must be a whole number from 1 to 100, got '1e1'"),
         ({"order": "up"}, "invalid_value", "order must be asc or desc, got 'up'"),
-        ({"after": "x"}, "invalid_value", "after must be the id of an item of this response's input, got 'x'"),
+        ({"after": "x"}, "invalid_value", "after must be the id of an entry of the list, got 'x'"),
         (
             {"include": "message.output_text.logprobs"},
             "invalid_value",
