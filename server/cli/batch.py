@@ -32,9 +32,6 @@ if TYPE_CHECKING:  # they import the web framework
     from gptserve.server.batches.work import Batch
     from gptserve.server.completions.service import Service
 
-BATCH_FLAGS = ("input_file", "output_file")
-"""The arguments that are no options of `serve`."""
-
 _READ_BYTES = 2**20
 
 
@@ -74,11 +71,9 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 async def _run(settings: ServerSettings, lines: BinaryIO, results: BinaryIO) -> tuple[int, int]:
     from gptserve.server.parts import make_engine, sampling_defaults
-    from gptserve.weights.source import Download, fetch_model, local_model, model_name
+    from gptserve.weights.source import model_name, resolve_model
 
-    folder = local_model(settings.model, settings.revision)
-    if folder is None:
-        folder = fetch_model(str(settings.model), settings.revision, Download())
+    folder = resolve_model(settings.model, settings.revision)
     engine = make_engine(settings, folder)
     try:
         starting = asyncio.create_task(engine.start())

@@ -20,17 +20,17 @@ from typing import Any, NoReturn
 import gptserve
 from gptserve.engine.errors import EngineError
 from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
-from gptserve.server.cli.batch import BATCH_FLAGS, add_batch_flags, run_batch
+from gptserve.server.cli.batch import add_batch_flags, run_batch
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, NAMES_FLAG, SEVERAL_NAMES, add_flags, add_server_flags
 from gptserve.server.cli.input_text import STDIN, read_text
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.replicas import Replicas
-from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
+from gptserve.server.cli.scoring import add_score_flags
 from gptserve.server.cli.state import URL_VARIABLE, add_state_command, move_state
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.core.keys import KEY_RULE, is_key
-from gptserve.server.core.settings import ServerSettings
+from gptserve.server.core.settings import ServerSettings, server_options
 from gptserve.server.core.settings_checks import SettingsError
 from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
@@ -223,8 +223,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     """Return the settings of `serve` from the command line, the environment and a file. Raises SettingsError."""
-    own = ("MODEL", "parser", "run", SEVERAL_NAMES, *SCORE_FLAGS, *BATCH_FLAGS)
-    flags = {name: value for name, value in vars(options).items() if name not in own}
+    given = vars(options)
+    flags = {option.name: given[option.name] for option in server_options() if option.name in given}
     if options.MODEL is not None:
         if "model" in flags:
             raise SettingsError("the model must be given once, got both MODEL and --model")

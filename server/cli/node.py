@@ -12,7 +12,7 @@ from dataclasses import replace
 from gptserve.engine.parallel.links import cluster_key
 from gptserve.engine.parallel.node import Stop, run_node
 from gptserve.server.core.settings import ServerSettings, server_options
-from gptserve.weights.source import Download, fetch_model, local_model
+from gptserve.weights.source import resolve_model
 
 _READ_HERE = frozenset({"model", "revision", "log-format", "log-level", "config"})
 
@@ -27,7 +27,5 @@ def serve_node(settings: ServerSettings) -> None:
     stop = Stop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    folder = local_model(settings.model, settings.revision)
-    if folder is None:
-        folder = fetch_model(str(settings.model), settings.revision, Download())
+    folder = resolve_model(settings.model, settings.revision)
     run_node(replace(settings.engine, model_dir=folder), cluster_key(), stop)

@@ -70,14 +70,6 @@ class Remote:
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise CommandError(f"{self.url} has no models, so it is not gptserve") from error
 
-    def version(self) -> str | None:
-        """Return the version at /version, which not every server has."""
-        try:
-            with self._send("GET", "/version", None) as response:
-                return str(json.loads(response.read())["version"])
-        except (CommandError, ValueError, LookupError, TypeError, RecursionError):
-            return None
-
     def stream(self, path: str, body: Mapping[str, object]) -> Iterator[Piece]:
         """Yield the pieces of an answer until its end."""
         for event in self.events(path, body):

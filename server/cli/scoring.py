@@ -11,9 +11,6 @@ from gptserve.server.cli.flags import add_flags
 from gptserve.server.cli.terminal import ctrl_c_kills
 from gptserve.server.core.settings import ServerSettings
 
-SCORE_FLAGS = ("FILE", "window", "stride", "json")
-"""The arguments that are no options of `serve`."""
-
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gptserve score`, and those of `serve`."""

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -26,10 +25,9 @@ from gptserve.server.cluster.options import cluster_settings
 from gptserve.server.cluster.prefix_router import PrefixRouter
 from gptserve.server.cluster.ray_fleet import RayFleet
 from gptserve.server.core.logs import configure_logging
-from gptserve.server.core.settings import ServerSettings
 from gptserve.server.parts import make_app, make_engine
 from gptserve.server.stores import make_stores
-from gptserve.weights.source import Download, fetch_model, local_model
+from gptserve.weights.source import resolve_model
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -43,7 +41,7 @@ class Engine:
     async def __init__(self, options: Mapping[str, str]) -> None:  # type: ignore[misc]  # Ray awaits it
         settings = cluster_settings(options, os.environ)
         configure_logging(settings.log_format, settings.log_level)
-        self._engine = make_engine(settings, await asyncio.to_thread(_folder, settings))
+        self._engine = make_engine(settings, await asyncio.to_thread(resolve_model, settings.model, settings.revision))
         await self._engine.start()
         self._replica = FleetReplica(self._engine, serve.get_replica_context().replica_id.unique_id)
         self._watching = asyncio.create_task(self._replica.watch())
@@ -86,7 +84,7 @@ class Ingress:
     async def __init__(self, engines: DeploymentHandle[Any], options: Mapping[str, str]) -> None:  # type: ignore[misc]  # Ray awaits it
         settings = cluster_settings(options, os.environ)
         configure_logging(settings.log_format, settings.log_level)
-        folder = await asyncio.to_thread(_folder, settings)
+        folder = await asyncio.to_thread(resolve_model, settings.model, settings.revision)
         self._engine = FleetClient(RayFleet(engines))
         await self._engine.start()
         self._stores = make_stores(settings)
@@ -133,9 +131,3 @@ def build(arguments: Mapping[str, object]) -> Application:
     most = settings.max_connections  # more than wait for engines, so that a full queue is told of, and so is health
     ingress = serve.deployment(serve.ingress()(Ingress), max_ongoing_requests=most, max_queued_requests=most)
     return ingress.bind(engines.bind(options), options)
-
-
-def _folder(settings: ServerSettings) -> Path:
-    """Return the folder of the model, downloaded if need be. Raises WeightsError."""
-    local = local_model(settings.model, settings.revision)
-    return local or fetch_model(str(settings.model), settings.revision, Download())
