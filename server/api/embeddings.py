@@ -17,11 +17,10 @@ from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.embeddings.plan import plan_embeddings
 from gptserve.server.embeddings.run import PooledPlan, PooledResponse
-from gptserve.server.schemas.embeddings import EmbeddingList, EmbeddingRequest
+from gptserve.server.schemas.embeddings import EmbeddingList, EmbeddingRequest, PooledRequest
 from gptserve.server.schemas.openapi import error_responses, json_body
-from gptserve.server.schemas.scores import ClassifyRequest, RerankRequest, ScoreRequest
 
-Body = TypeVar("Body", EmbeddingRequest, ClassifyRequest, ScoreRequest, RerankRequest)
+Body = TypeVar("Body", bound=PooledRequest)
 
 
 def embeddings_router(service: Service) -> APIRouter:

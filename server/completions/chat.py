@@ -51,7 +51,8 @@ async def plan_chat(
     model = service.model
     check_conversation(body, service)
     check_request(body, service, owner, 1)
-    _check_together(body)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs may be given only with logprobs true", param="top_logprobs")
     model.dialect.check(body)
     grammar = await check_grammar(body, service)
     max_tokens = asked_max_tokens(body)
@@ -138,12 +139,6 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
         check_length(text, service)
     with blaming("messages"):
         return service.model.tokenizer.encode_with_special(text, template=add_special)
-
-
-def _check_together(body: ChatRequest) -> None:
-    """Raise InvalidRequestError if fields contradict each other."""
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs may be given only with logprobs true", param="top_logprobs")
 
 
 def check_conversation(body: Conversation, service: Service) -> None:

@@ -10,7 +10,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -27,21 +26,10 @@ from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.schemas.embeddings import PooledRequest
 
 _LOOP_NUMBERS = 2**12
 """Rendering more than so many numbers takes some milliseconds, so it is done in a thread."""
-
-
-class PooledBody(Protocol):
-    """What all bodies have."""
-
-    @property
-    def user(self) -> str | None:
-        """Goes into the log."""
-
-    @property
-    def timeout_ms(self) -> int | None:
-        """When the request ends with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +43,7 @@ class PooledPlan:
     owner: str | None
     requests: tuple[PoolingRequest, ...]
     num_at_once: int
-    body: PooledBody
+    body: PooledRequest
     answer: Callable[[Sequence[array[float]], PooledPlan], Mapping[str, object]]
     noun: str = "input"
 

@@ -78,9 +78,9 @@ def _kind(value: Any) -> str | None:
     return "texts" if isinstance(first, str) else "id lists" if isinstance(first, list) else "ids"
 
 
-def _cut(prompt: Any) -> Any:
-    """Cut a list of too many prompts to one over the limit: pydantic would check each of a million."""
-    return prompt[: MAX_PROMPTS + 1] if _kind(prompt) in ("texts", "id lists") else prompt
+def cut_prompts(most: int) -> BeforeValidator:
+    """Return a validator that cuts a list of too many prompts to one over the limit: pydantic would check them all."""
+    return BeforeValidator(lambda given: given[: most + 1] if _kind(given) in ("texts", "id lists") else given)
 
 
 def _check_stop(stops: list[str]) -> list[str]:
@@ -97,7 +97,7 @@ Prompt = Annotated[
     | Annotated[PromptIds, Tag("ids")]
     | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True), _told(minItems=1), Tag("id lists")],
     Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
-    BeforeValidator(_cut),
+    cut_prompts(MAX_PROMPTS),
 ]
 Stop = Annotated[
     Annotated[StopString, Tag("text")]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from gptserve.server.schemas.base import Text, _Model, _RequestModel
-from gptserve.server.schemas.completions import MAX_TIMEOUT_MS, PROMPT_RULE, Label, PromptIds, _kind, _told
+from gptserve.server.schemas.completions import MAX_TIMEOUT_MS, PROMPT_RULE, Label, PromptIds, _kind, _told, cut_prompts
 
 MAX_INPUTS = 2048  # OpenAI's limit
-
-
-def _cut(given: Any) -> Any:
-    """Cut a list of too many inputs to one over the limit: pydantic would check each of a million."""
-    return given[: MAX_INPUTS + 1] if _kind(given) in ("texts", "id lists") else given
 
 
 Input = Annotated[
@@ -23,28 +18,38 @@ Input = Annotated[
     | Annotated[PromptIds, Tag("ids")]
     | Annotated[list[PromptIds], Field(max_length=MAX_INPUTS, fail_fast=True), _told(minItems=1), Tag("id lists")],
     Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
-    BeforeValidator(_cut),
+    cut_prompts(MAX_INPUTS),
 ]
 
 
-class EmbeddingRequest(_RequestModel):
-    """The body of POST /v1/embeddings."""
+class PooledRequest(_RequestModel):
+    """The fields of all bodies that ask for what the model makes of whole prompts."""
 
-    input: Input
-    """a text, a list of texts, or the token ids of one or of several"""
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    """base64 is that of the numbers as fp32, the lowest byte first; default float"""
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    """the first so many numbers of each vector (Matryoshka), normalised again; default all"""
-    add_special_tokens: bool | None = None
-    """begin and end texts as the tokenizer does; default true"""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """the most tokens of an input, -1 for the context; the end of a longer text is cut; default none"""
+    """the most tokens of a prompt, -1 for the context; what is longer is cut at the end of its text; default none"""
     user: Label | None = None
     """goes into the log"""
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
     """the request ends with an error after this time"""
+
+
+class InputRequest(PooledRequest):
+    """The fields of those that ask about inputs one by one."""
+
+    input: Input
+    """a text, a list of texts, or the token ids of one or of several"""
+    add_special_tokens: bool | None = None
+    """begin and end texts as the tokenizer does; default true"""
+
+
+class EmbeddingRequest(InputRequest):
+    """The body of POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64 is that of the numbers as fp32, the lowest byte first; default float"""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """the first so many numbers of each vector (Matryoshka), normalised again; default all"""
 
 
 class Embedding(_Model):

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from gptserve.server.schemas.base import Text, _Model, _RequestModel, _text_or_list
-from gptserve.server.schemas.completions import MAX_TIMEOUT_MS, Label
-from gptserve.server.schemas.embeddings import MAX_INPUTS, EmbeddingUsage, Input
+from gptserve.server.schemas.embeddings import MAX_INPUTS, EmbeddingUsage, InputRequest, PooledRequest
 
 TEXTS_RULE = "Input should be a string or a list of strings"
 DOCUMENT_RULE = "Input should be a string or an object with a text"
@@ -42,28 +41,16 @@ Document = Annotated[
 ]
 
 
-class _Pooled(_RequestModel):
-    model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """the most tokens of a prompt, -1 for the context; what is longer is cut at the end of its text; default none"""
+class _Activated(PooledRequest):
     use_activation: bool | None = None
     """false: logits in the place of probabilities; default true"""
-    user: Label | None = None
-    """goes into the log"""
-    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
-    """the request ends with an error after this time"""
 
 
-class ClassifyRequest(_Pooled):
+class ClassifyRequest(_Activated, InputRequest):
     """The body of POST /v1/classify."""
 
-    input: Input
-    """a text, a list of texts, or the token ids of one or of several"""
-    add_special_tokens: bool | None = None
-    """begin and end texts as the tokenizer does; default true"""
 
-
-class _Scored(_Pooled):
+class _Scored(_Activated):
     instruction: str | None = None
     """what to look for, in the place of the model's own instruction"""
 
