@@ -88,7 +88,7 @@ def create_app(
     )
     has_several_owners = partial(_has_several_owners, keys)
     planning = Planning(has_several_owners, settings.engine.max_queue_time_s)
-    metrics.watch_planning(lambda: planning.num_requests)
+    metrics.num_planned = lambda: planning.num_requests
     service = Service(models, options, Lifecycle(), metrics, limits, planning=planning)
     restore: dict[str, Restore] = {
         TEXT_SHAPE.object: partial(restore_plan, schema=CompletionRequest, shape=TEXT_SHAPE),
@@ -136,11 +136,11 @@ def create_app(
 
 def _watch(metrics: Metrics, jobs: BackgroundJobs, store: JobStore, files: Files, batches: Batches) -> None:
     """Show what is kept in the metrics."""
-    metrics.watch_background(jobs.counts)
-    metrics.watch_journal(store.num_bytes)
+    metrics.background_counts = jobs.counts
+    metrics.journal_bytes = store.num_bytes
     store.on_write = metrics.journal_write_time.observe
-    metrics.watch_files(lambda: (files.num_files, files.num_bytes))
-    metrics.watch_batches(batches.counts, batches.num_lines)
+    metrics.file_totals = lambda: (files.num_files, files.num_bytes)
+    metrics.batch_counts, metrics.line_counts = batches.counts, batches.num_lines
 
 
 def _task_routers(service: Service, jobs: BackgroundJobs) -> list[APIRouter]:

@@ -152,7 +152,7 @@ class ServingProcess:
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
         assert self._http is not None
-        app.state.metrics.watch_connections(self._http.connections)
+        app.state.metrics.connections = self._http.connections
         self._http.on_lag = app.state.metrics.event_loop_lag.observe
         loading_app.open(app)
         announce(self._http.url)

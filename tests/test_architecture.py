@@ -396,8 +396,7 @@ def test_every_error_code_has_a_row() -> None:
 
 def test_every_metric_has_a_row() -> None:
     metrics = Metrics(FakeEngineClient(), "m")
-    metrics.watch_background(dict)
-    metrics.watch_connections(Connections(8))
+    metrics.connections = Connections(8)
     names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
     own = {name for name in names if name.startswith("gptserve_") and not name.endswith("_created")}
 

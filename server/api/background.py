@@ -36,7 +36,7 @@ from gptserve.server.schemas.completions import (
     KeptEntry,
     KeptList,
 )
-from gptserve.server.schemas.openapi import error_responses, event_stream, links_to_completion
+from gptserve.server.schemas.openapi import ID, error_responses, event_stream, links_to_completion
 
 IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
@@ -47,7 +47,6 @@ IDEMPOTENCY_KEY = {
 _LIST_PATH = "/v1/completions"
 # The path of each kind of completion, and the name of an operation on it. Each path serves both kinds.
 _PATHS = ((f"{_LIST_PATH}/{{id}}", "completion"), ("/v1/chat/completions/{id}", "chat_completion"))
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _EVENT_ID = {"type": "string", "pattern": f"^{PATTERN}$", "examples": ["17", "17.16.18"]}
 LAST_EVENT = (
     {
@@ -64,12 +63,12 @@ _RESULT: dict[int | str, dict[str, Any]] = {
     200: {"model": KeptCompletion | KeptChatCompletion, **links_to_completion("$request.path.id")},
     **error_responses(401, 404, 500),
 }
-_BY_ID: dict[str, Any] = {"openapi_extra": {"parameters": [_ID]}, "responses": _RESULT}
+_BY_ID: dict[str, Any] = {"openapi_extra": {"parameters": [ID]}, "responses": _RESULT}
 _RETRIEVE = {"summary": "Return a background completion so far", **_BY_ID}
 _CANCEL = {"summary": "Cancel a background completion; one that has ended stays as it is", **_BY_ID}
 _FOLLOW: dict[str, Any] = {
     "summary": "Stream the events of a background completion, from any of them on",
-    "openapi_extra": {"parameters": [_ID, *LAST_EVENT]},
+    "openapi_extra": {"parameters": [ID, *LAST_EVENT]},
     "response_class": Response,
     "responses": {
         200: event_stream(Completion, ChatCompletionChunk),

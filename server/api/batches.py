@@ -23,11 +23,10 @@ from gptserve.server.schemas.batches import (
     BatchRequest,
     RequestCounts,
 )
-from gptserve.server.schemas.openapi import error_responses, json_body
+from gptserve.server.schemas.openapi import ID, error_responses, json_body
 
 _PATH = "/v1/batches"
 _MAX_LIMIT, _LIMIT = 100, 20
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def batches_router(service: Service, batches: Batches) -> APIRouter:
@@ -65,7 +64,7 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
     @router.get(
         f"{_PATH}/{{id}}",
         summary="Describe a batch",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         responses={200: {"model": BatchObject}, **error_responses(401, 404)},
     )
     async def retrieve_batch(request: Request) -> Response:
@@ -74,7 +73,7 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
     @router.post(
         f"{_PATH}/{{id}}/cancel",
         summary="Cancel a batch; what it has so far goes into its files",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         responses={200: {"model": BatchObject}, **error_responses(401, 404)},
     )
     async def cancel_batch(request: Request) -> Response:

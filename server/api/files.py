@@ -21,10 +21,9 @@ from gptserve.server.files.store import FileRecord, Purpose
 from gptserve.server.files.upload import read_upload
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.schemas.files import DeletedFile, FileList, FileObject
-from gptserve.server.schemas.openapi import error_responses
+from gptserve.server.schemas.openapi import ID, error_responses
 
 _PATH = "/v1/files"
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _PURPOSES = (
     *get_args(Purpose),
     *("assistants", "assistants_output", "evals", "fine-tune", "fine-tune-results", "user_data", "vision"),
@@ -64,20 +63,20 @@ def files_router(service: Service, files: Files) -> APIRouter:
     router.get(
         f"{_PATH}/{{id}}",
         summary="Describe a file",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         responses={200: {"model": FileObject}, **error_responses(401, 404)},
     )(routes.retrieve_file)
     router.get(
         f"{_PATH}/{{id}}/content",
         summary="Return the bytes of a file",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         response_class=Response,
         responses={200: {"content": _BYTES}, **error_responses(401, 404, 500)},
     )(routes.download_file)
     router.delete(
         f"{_PATH}/{{id}}",
         summary="Delete a file that no batch needs",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         responses={200: {"model": DeletedFile}, **error_responses(401, 404, 409, 500)},
     )(routes.delete_file)
     return router

@@ -40,7 +40,6 @@ from gptserve.server.responses.plan import (
 )
 from gptserve.server.responses.queries import (
     AFTER_EVENT,
-    ID,
     INCLUDE,
     STREAM,
     check_include,
@@ -52,7 +51,7 @@ from gptserve.server.responses.stream import (
     StoredAnswer,
     count_events,
 )
-from gptserve.server.schemas.openapi import error_responses, event_stream, json_body
+from gptserve.server.schemas.openapi import ID, error_responses, event_stream, json_body
 from gptserve.server.schemas.response_fields import take_response_fields
 from gptserve.server.schemas.responses import (
     LOGPROBS,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -67,8 +67,9 @@ class _Collected(Collector):
 class Metrics:
     """The metrics of one app, each labelled with the model's name.
 
-    It counts and times what routes report. What others count is read when Prometheus asks, by `collect`. Counters with
-    labels have all their values from the start, so that a first increase is one.
+    It counts and times what routes report. What others count is read when Prometheus asks, by `collect`, from the
+    functions and the connections that `create_app` and `serve.py` set. Counters with labels have all their values from
+    the start, so that a first increase is one.
     """
 
     def __init__(self, engine: EngineClient, model_name: str, prefix: MetricsPrefix = "gptserve") -> None:
@@ -76,14 +77,20 @@ class Metrics:
         self._model_name = model_name
         self._methods = {"HEAD"}  # those with a label of their own, which routes add to
         self._expected: set[tuple[str, str, str]] = set()  # hundreds, which get their counters when Prometheus asks
-        self._background: Callable[[], Mapping[str, int]] = dict
-        self._connections: OpenConnections | None = None
-        self._journal_bytes: Callable[[], int] = int
-        self._num_planned: Callable[[], int] = int
-        self._files: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._has_vllm_names = prefix == "vllm"
-        self._batches: Callable[[], Mapping[str, int]] = dict
-        self._batch_lines: Callable[[], Mapping[str, int]] = dict
+        self.connections: OpenConnections | None = None
+        self.background_counts: Callable[[], Mapping[str, int]] = dict
+        """Returns the number of background completions by status."""
+        self.batch_counts: Callable[[], Mapping[str, int]] = dict
+        """Returns the number of batches by status."""
+        self.line_counts: Callable[[], Mapping[str, int]] = dict
+        """Returns the number of the batches' lines that have ended, by how."""
+        self.file_totals: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns how many files are kept, and their bytes."""
+        self.journal_bytes: Callable[[], int] = int
+        """Returns the size of the journal."""
+        self.num_planned: Callable[[], int] = int
+        """Returns how many requests are being planned; they count as waiting, too."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -127,39 +134,15 @@ class Metrics:
         self._methods.add(method)
         self._expected.update((method, route, str(status)) for status in statuses)
 
-    def watch_background(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Show the number of background completions by status; `counts` returns it."""
-        self._background = counts
-
-    def watch_connections(self, connections: OpenConnections) -> None:
-        """Show the numbers of open, refused and closed connections."""
-        self._connections = connections
-
-    def watch_journal(self, num_bytes: Callable[[], int]) -> None:
-        """Show the size of the journal; `num_bytes` returns it."""
-        self._journal_bytes = num_bytes
-
-    def watch_files(self, totals: Callable[[], tuple[int, int]]) -> None:
-        """Show how many files are kept, and their bytes; `totals` returns both."""
-        self._files = totals
-
-    def watch_batches(self, counts: Callable[[], Mapping[str, int]], lines: Callable[[], Mapping[str, int]]) -> None:
-        """Show the number of batches by status, and that of the lines that have ended, by how; these return them."""
-        self._batches, self._batch_lines = counts, lines
-
-    def watch_planning(self, num_requests: Callable[[], int]) -> None:
-        """Count requests that are being planned as waiting, too."""
-        self._num_planned = num_requests
-
     @property
     def max_connections(self) -> int:
         """How many connections may be open."""
-        return sys.maxsize if self._connections is None else self._connections.limit
+        return sys.maxsize if self.connections is None else self.connections.limit
 
     @property
     def num_waiting(self) -> int:
         """How many requests are being planned or wait in the engine's queue."""
-        return self._engine.stats.num_waiting + self._num_planned()
+        return self._engine.stats.num_waiting + self.num_planned()
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
@@ -170,14 +153,14 @@ class Metrics:
         """Yield the numbers that the engine, its client, the connections and the store count."""
         for answer in self._expected:
             self._http.labels(self._model_name, *answer)
-        engine, stats, connections = self._engine, self._engine.stats, self._connections
+        engine, stats, connections = self._engine, self._engine.stats, self.connections
         usage = stats.num_used_blocks / engine.info.num_blocks if engine.is_alive else 0.0
-        num_files, files_bytes = self._files()
+        num_files, files_bytes = self.file_totals()
         gauges: list[tuple[str, str, float]] = [
             ("num_requests_running", "Requests being computed", stats.num_running),
             ("num_requests_waiting", "Requests being planned or in the queue", self.num_waiting),
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all", usage),
-            ("journal_bytes", "Size of the journal's files", self._journal_bytes()),
+            ("journal_bytes", "Size of the journal's files", self.journal_bytes()),
             ("files", "Files kept", num_files),
             ("files_bytes", "Size of the files kept, and of those that arrive", files_bytes),
         ]
@@ -196,18 +179,13 @@ class Metrics:
         for stem, text, total in counters:
             yield self._family(CounterMetricFamily, stem, text, {(): total})
         yield self._step_tokens(stats)
-        restarts: dict[tuple[str, ...], float] = {(kind,): engine.restarts.get(kind, 0) for kind in RESTART_KINDS}
         text = "Engines that died and were replaced, by the kind of death"
-        yield self._family(CounterMetricFamily, "engine_restarts", text, restarts, "kind")
-        counts = self._background()
-        kept: dict[tuple[str, ...], float] = {(status,): counts.get(status, 0) for status in get_args(BackgroundStatus)}
-        text = "Background and keyed completions"
-        yield self._family(GaugeMetricFamily, "kept_completions", text, kept, "status")
-        counts, lines = self._batches(), self._batch_lines()
-        of_batches: dict[tuple[str, ...], float] = {(status,): counts.get(status, 0) for status in BATCH_STATUSES}
-        yield self._family(GaugeMetricFamily, "batches", "Batches", of_batches, "status")
-        of_lines: dict[tuple[str, ...], float] = {(result,): lines.get(result, 0) for result in ("completed", "failed")}
-        yield self._family(CounterMetricFamily, "batch_lines", "Lines of batches that ended", of_lines, "result")
+        yield self._by_label(CounterMetricFamily, "engine_restarts", text, "kind", RESTART_KINDS, engine.restarts)
+        text, statuses = "Background and keyed completions", get_args(BackgroundStatus)
+        yield self._by_label(GaugeMetricFamily, "kept_completions", text, "status", statuses, self.background_counts())
+        yield self._by_label(GaugeMetricFamily, "batches", "Batches", "status", BATCH_STATUSES, self.batch_counts())
+        text, results = "Lines of batches that ended", ("completed", "failed")
+        yield self._by_label(CounterMetricFamily, "batch_lines", text, "result", results, self.line_counts())
         if engine.is_alive:
             yield from self._infos()
 
@@ -276,6 +254,18 @@ class Metrics:
         for of, value in values.items():
             family.add_metric((self._model_name, *of), value)
         return family
+
+    def _by_label(
+        self,
+        family_type: type[GaugeMetricFamily | CounterMetricFamily],
+        stem: str,
+        text: str,
+        label: str,
+        values: Iterable[str],
+        counts: Mapping[Any, float],
+    ) -> Metric:
+        """Return a metric with a count for each value of a label, 0 where there is none."""
+        return self._family(family_type, stem, text, {(value,): counts.get(value, 0) for value in values}, label)
 
     def _histogram(self, stem: str, text: str, buckets: Sequence[float]) -> Histogram:
         name, label = f"gptserve_{stem}", ("model_name",)

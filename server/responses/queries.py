@@ -14,7 +14,6 @@ from gptserve.server.schemas.responses import LOGPROBS, Includable
 NOTHING = tuple(value for value in get_args(Includable) if value != LOGPROBS)
 """What may be included and asks for nothing."""
 
-ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 INCLUDE = {
     "name": "include",
     "in": "query",

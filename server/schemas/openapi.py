@@ -18,6 +18,9 @@ from gptserve.server.core.settings import ServerSettings
 from gptserve.server.schemas.base import _Model
 from gptserve.server.schemas.completions import ErrorBody
 
+ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+"""The parameter of a path that ends with an id."""
+
 _REF = "#/components/schemas/{model}"
 _DESCRIPTIONS = {
     400: "The request breaks a rule; the message says which",

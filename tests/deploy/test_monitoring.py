@@ -48,7 +48,7 @@ def targets() -> Iterator[dict[str, Any]]:
 def exposed() -> dict[str, set[str]]:
     """The names of the labels of each sample at /metrics."""
     api = Api(FakeEngineClient(), template=None)
-    api.app.state.metrics.watch_connections(Connections(8))
+    api.app.state.metrics.connections = Connections(8)
     api.complete(prompt="a")
     api.engine.max_requests = 0
     api.complete(prompt="a")  # is refused

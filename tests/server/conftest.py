@@ -185,7 +185,7 @@ class LiveServer(Api):
     ) -> None:
         super().__init__(engine, **options)
         self.connections = Connections(max_connections)
-        self.app.state.metrics.watch_connections(self.connections)
+        self.app.state.metrics.connections = self.connections
         self.server = _QuickServer(
             self.app,
             lambda: None,
