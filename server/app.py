@@ -62,13 +62,16 @@ from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 logger = logging.getLogger(__name__)
 
 MAX_PATH = 200  # characters of a path in a message
-_OF_OLLAMA = {
+_OF_OTHERS = {
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
     "/api/embed": "/v1/embeddings",
     "/api/tags": "/v1/models",
+    "/completion": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/generate": "/v1/completions",
 }
-"""What to call in place of its routes."""
+"""What to call in place of routes of Ollama, llama.cpp and text-generation-inference."""
 
 
 def create_app(
@@ -241,7 +244,7 @@ def _methods(request: Request) -> str:
 def _what_to_call(request: Request) -> str:
     """Return a hint at the route that a client probably means: with /v1, or without a slash at its end."""
     path = request.url.path.rstrip("/")
-    for likely in (path, f"/v1{path}", path[max(0, path.rfind("/v1/")) :], _OF_OLLAMA.get(path, path)):
+    for likely in (path, f"/v1{path}", path[max(0, path.rfind("/v1/")) :], _OF_OTHERS.get(path, path)):
         if likely != request.url.path and _is_route(request, request.method, likely):
             return f"call {request.method} {likely}"
     return "/openapi.json lists the routes"

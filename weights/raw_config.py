@@ -30,6 +30,7 @@ class RawConfig:
         self.file_name = file_name
         self._read: set[str] = set()
         self._sections: dict[str, RawConfig] = {}
+        self._left_out: list[str] = []
 
     def unread(self) -> dict[str, object]:
         """Return the fields that were not read, by name; those inside a section as "section: name"."""
@@ -37,6 +38,10 @@ class RawConfig:
         for section_name, section in self._sections.items():
             fields |= {f"{section_name}: {name}": value for name, value in section.unread().items()}
         return fields
+
+    def left_out(self) -> list[str]:
+        """Return what `token_ids` left out, each as "file: name has ids"."""
+        return [*self._left_out, *(text for section in self._sections.values() for text in section.left_out())]
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all fields that are not null."""
@@ -158,12 +163,18 @@ class RawConfig:
         return choices[value]
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids in [0, vocab_size): none, one, or a list of them."""
+        """Return the token ids in [0, vocab_size): none, one, or a list. No text has any other: see `left_out`."""
+        ids = self.integers(name)
+        if outside := [token_id for token_id in ids if not 0 <= token_id < vocab_size]:
+            self._left_out.append(f"{self.file_name}: {name} has {shown(outside)[1:-1]}")
+        return tuple(token_id for token_id in ids if token_id not in outside)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return none, one, or a list of integers."""
         value = self.value(name, [])
         ids = value if isinstance(value, list) else [value]
-        for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise self.error(name, f"token ids in [0, {vocab_size})")
+        if any(type(token_id) is not int for token_id in ids):
+            raise self.error(name, "an integer or a list of integers")
         return tuple(ids)
 
     def error(self, name: str, rule: str) -> InvalidConfigError:

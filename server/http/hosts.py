@@ -27,15 +27,21 @@ class HostGuard:
         """Pass a request on, or raise ServiceError."""
         if scope["path"] not in self._open_paths:
             host = _host(scope)
-            if host not in self._names and not host.endswith(self._suffixes):
+            if host is not None and host not in self._names and not host.endswith(self._suffixes):
                 message = f"the host {show(host)} is not one that --allowed-hosts lets this server answer to"
                 raise ServiceError("host_not_allowed", message)
         await self._app(scope, receive, send)
 
 
-def _host(scope: Scope) -> str:
-    """Return the host that a request is for: in lower case, without its port and the dot that ends a full name."""
-    host: str = dict(scope["headers"]).get(b"host", b"").decode("latin-1").strip().lower()
+def _host(scope: Scope) -> str | None:
+    """Return the host that a request is for: in lower case, without its port and the dot that ends a full name.
+
+    None over HTTP/1.0 without a Host field, which no browser sends.
+    """
+    field: bytes | None = dict(scope["headers"]).get(b"host")
+    if field is None:
+        return None
+    host = field.decode("latin-1").strip().lower()
     name, colon, port = host.rpartition(":")
     if colon and "]" not in port:
         host = name

@@ -59,7 +59,7 @@ def _told(**rules: float) -> Any:
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_STRING_LENGTH)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=_TOKEN_ID)], Annotated[float, _told(minimum=-100, maximum=100)]],
     _told(maxProperties=MAX_LOGIT_BIAS_ENTRIES),
@@ -91,6 +91,11 @@ def _check_stop(stops: list[str]) -> list[str]:
     return stops
 
 
+def _without_empty(stop: Any) -> Any:
+    """Leave out empty texts, which ask for nothing: forms send "" or [""] where nobody wrote a stop string."""
+    return [] if stop == "" else [text for text in stop if text != ""] if isinstance(stop, list) else stop
+
+
 Prompt = Annotated[
     Text
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), _told(minItems=1), Tag("texts")]
@@ -108,6 +113,7 @@ Stop = Annotated[
         Tag("list"),
     ],
     Discriminator(_text_or_list, custom_error_type="stop_type", custom_error_message=STOP_RULE),
+    BeforeValidator(_without_empty),
 ]
 
 

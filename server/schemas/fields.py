@@ -149,7 +149,7 @@ class FieldReader:
             if value is None:
                 continue
             if name in fields:
-                taken[name] = value
+                taken[name] = _whole(value)
             elif name in unread:
                 _check_neutral(unread[name], where + name, value)
             else:
@@ -240,6 +240,11 @@ def ignored_names(names: list[str]) -> str:
     """Return names for a header and the log: ASCII, escaped, and no more than a line."""
     shown = [quote(name[:_MAX_NAME], safe=".") for name in names[:_MAX_SHOWN]]
     return ", ".join(shown + [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN))
+
+
+def _whole(value: object) -> object:
+    """Return a float without a fraction as an integer: JSON has numbers only, and some languages write 100.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
 def _take_message(where: str, message: dict[str, Any], reader: FieldReader) -> dict[str, object]:

@@ -46,6 +46,7 @@ def test_an_unknown_route_is_a_404(api: Api) -> None:
         ("GET", "/models", "/v1/models"),
         ("POST", "/openai/v1/chat/completions/", "/v1/chat/completions"),
         ("POST", "/api/chat", "/v1/chat/completions"),
+        ("POST", "/completion", "/v1/completions"),
     ],
 )
 def test_a_404_says_what_to_call(api: Api, method: str, path: str, meant: str) -> None:

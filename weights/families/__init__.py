@@ -5,6 +5,7 @@ A new family is one file that makes a Family, and one line in FAMILIES. Torch-fr
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -75,6 +76,8 @@ from gptserve.weights.quantized import stored_types
 from gptserve.weights.refused import WHY_REFUSED
 from gptserve.weights.special_tokens import eos_token_id
 
+logger = logging.getLogger(__name__)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -128,7 +131,6 @@ FAMILIES: dict[str, Family] = {
         *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, NANOCHAT, NANOGPT),
     )
 }
-
 
 NO_MODELS = {
     "adapter_config.json": "holds an adapter and no model; merge it into its base model, and serve that",
@@ -202,6 +204,12 @@ def load_config(folder: Path, doubtful_keys: DoubtfulKeys = "accept") -> ModelCo
         eos_token_ids += (tokenizer_eos_id,)
     bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
     refuse_unread(raw, config, doubtful_keys)
+    if (left_out := raw.left_out() + generation.left_out()) and doubtful_keys == "warn":
+        logger.warning(
+            "%s: no text has such tokens, as the ids of this model are in [0, %d); it goes on without them",
+            "; ".join(left_out),
+            config.vocab_size,
+        )
     return replace(
         config,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),

@@ -48,7 +48,7 @@ def _read_flint(raw: RawConfig) -> ModelConfig:
         num_shared=shared_width // width,
     )
     config = replace(config, qk_norm="head", attention_sinks=True)
-    return with_mixtures(config, experts, width, mixing_layers(raw, config.num_layers))
+    return with_mixtures(config, experts, width, mixing_layers(raw))
 
 
 _SHARED = "layers.{}.mlp.shared_expert."

@@ -62,12 +62,12 @@ def _read_qwen2(raw: RawConfig) -> ModelConfig:
 
 
 def _with_mixtures(raw: RawConfig, config: ModelConfig, experts: Experts, width: int) -> ModelConfig:
-    return with_mixtures(config, experts, width, mixing_layers(raw, config.num_layers))
+    return with_mixtures(config, experts, width, mixing_layers(raw))
 
 
-def mixing_layers(raw: RawConfig, num_layers: int) -> Callable[[int], bool]:
+def mixing_layers(raw: RawConfig) -> Callable[[int], bool]:
     """Return which layers mix: each of a step, but those that are told to be dense."""
-    step, dense = raw.size("decoder_sparse_step", default=1), raw.token_ids("mlp_only_layers", num_layers)
+    step, dense = raw.size("decoder_sparse_step", default=1), raw.integers("mlp_only_layers")
     return lambda layer: (layer + 1) % step == 0 and layer not in dense
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Api
+from tests.server.conftest import Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.http.test_protocol import exchange
 
 REFUSED = {
     "message": "the host 'evil.example' is not one that --allowed-hosts lets this server answer to",
@@ -76,6 +77,14 @@ def test_a_refusal_names_the_option(make_api: Callable[..., Api]) -> None:
     response = api.request("POST", "/v1/completions", json={"prompt": "a"}, headers={"host": "evil.example"})
     assert response.json()["error"] == REFUSED
     assert api.engine.submitted == []
+
+
+def test_a_request_over_http_1_0_needs_no_host(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), allowed_hosts=None)
+
+    assert exchange(server, [b"GET /v1/models HTTP/1.0\r\n\r\n"]).startswith(b"HTTP/1.1 200 ")
+    assert exchange(server, [b"GET /v1/models HTTP/1.0\r\nhost: evil.example\r\n\r\n"]).startswith(b"HTTP/1.1 403 ")
+    assert exchange(server, [b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n"]).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])

@@ -90,6 +90,11 @@ def test_a_stop_keeps_its_form(stop: object) -> None:
     assert parse(stop=stop).stop == stop
 
 
+@pytest.mark.parametrize(("stop", "texts"), [("", []), ([""], []), (["", "x", ""], ["x"])])
+def test_an_empty_stop_string_asks_for_nothing(stop: object, texts: list[str]) -> None:
+    assert parse(stop=stop).stop == texts
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "seed", "n", "logprobs", "temperature", "echo", "stream"])
 @pytest.mark.parametrize("value", ["1", [1], {}])
 def test_a_value_of_another_type_is_not_converted(name: str, value: object) -> None:

@@ -47,6 +47,17 @@ def test_a_field_that_asks_for_nothing_is_taken_and_another_value_refused(name: 
         assert take_fields({name: SOMETHING}, CompletionRequest) == ({}, [])
 
 
+def test_a_number_without_a_fraction_is_an_integer() -> None:
+    given = {"prompt": "x", "max_tokens": 100.0, "temperature": 1.0, "top_k": 1e300, "logit_bias": {"5": 1.0}}
+    taken, _ = take_fields(given, CompletionRequest)
+
+    assert json.dumps(taken) == (
+        '{"prompt": "x", "max_tokens": 100, "temperature": 1, "top_k": 1e+300, "logit_bias": {"5": 1.0}}'
+    )
+    body = CompletionRequest.model_validate({**taken, "top_k": None})
+    assert (body.max_tokens, body.temperature) == (100, 1.0)
+
+
 def test_no_field_that_is_read_stands_in_the_table() -> None:
     assert not UNREAD.keys() & (CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys())
 

@@ -178,15 +178,28 @@ def test_end_of_text_ids_of_both_files_are_joined(tmp_path: Path) -> None:
     assert load(tmp_path, {"eos_token_id": 0}, eos_token_id=[1, 2]).eos_token_ids == (1, 2, 0)
 
 
-@pytest.mark.parametrize("token_id", [50, -1, "7", 1.0, True, [3, 50], [[3]]])
-def test_end_of_text_id_outside_the_vocabulary_is_refused(tmp_path: Path, token_id: object) -> None:
-    rule = r"token ids in \[0, 50\), got "
+@pytest.mark.parametrize("token_id", ["7", 1.0, True, [[3]]])
+def test_an_end_of_text_id_that_is_no_integer_is_refused(tmp_path: Path, token_id: object) -> None:
+    rule = "an integer or a list of integers, got "
     with pytest.raises(InvalidConfigError, match=rf"^config\.json: eos_token_id must be {rule}"):
         load(tmp_path, eos_token_id=token_id)
     with pytest.raises(InvalidConfigError, match=rf"^config\.json: bos_token_id must be {rule}"):
         load(tmp_path, bos_token_id=token_id)
     with pytest.raises(InvalidConfigError, match=rf"^generation_config\.json: eos_token_id must be {rule}"):
         load(tmp_path, {"eos_token_id": token_id})
+
+
+def test_an_end_of_text_id_outside_the_vocabulary_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load(tmp_path, {"eos_token_id": [3, 99]}, eos_token_id=[-1, 50, 7], bos_token_id=50)
+    assert (config.eos_token_ids, config.bos_token_id, caplog.messages) == ((7, 3), None, [])
+
+    load_config(tmp_path, "warn")
+    assert caplog.messages == [
+        "config.json: eos_token_id has -1, 50; config.json: bos_token_id has 50; generation_config.json: eos_token_id "
+        "has 99: no text has such tokens, as the ids of this model are in [0, 50); it goes on without them"
+    ]
 
 
 @pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM"])
