@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 import gptserve
@@ -226,7 +226,10 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
         headers = {"Allow": methods}
         message = f"this route does not take {asked}; it takes {methods}"
         told = ServiceError("method_not_allowed", message)
-    return error_response(report(told, request.scope), headers, scope=request.scope)
+    told = report(told, request.scope)
+    if request.url.path.startswith("/api/"):  # Ollama's clients show a text alone
+        return JSONResponse({"error": str(told)}, error.status_code, headers)
+    return error_response(told, headers, scope=request.scope)
 
 
 def _methods(request: Request) -> str:

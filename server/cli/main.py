@@ -340,7 +340,9 @@ def _chat(options: argparse.Namespace) -> int:
         print(f"{visible(remote.model_name())} at {remote.url}; /help lists the commands, Ctrl-D leaves")
         converse(chat)
     else:
-        print_text(piece.text for piece in chat.ask(read_text(STDIN).rstrip("\r\n")))
+        if not (question := read_text(STDIN).rstrip("\r\n")):
+            raise CommandError("the question on stdin is empty")
+        print_text(piece.text for piece in chat.ask(question))
     return 0
 
 

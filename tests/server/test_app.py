@@ -45,7 +45,6 @@ def test_an_unknown_route_is_a_404(api: Api) -> None:
         ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
         ("GET", "/models", "/v1/models"),
         ("POST", "/openai/v1/chat/completions/", "/v1/chat/completions"),
-        ("POST", "/api/chat", "/v1/chat/completions"),
         ("POST", "/completion", "/v1/completions"),
     ],
 )
@@ -53,6 +52,13 @@ def test_a_404_says_what_to_call(api: Api, method: str, path: str, meant: str) -
     response = api.request(method, path)
     assert response.status_code == 404
     assert response.json()["error"]["message"] == f"there is no route {method} {path}; call {method} {meant}"
+
+
+def test_a_client_of_ollama_is_told_in_its_envelope_what_to_call(api: Api) -> None:
+    for method, path, meant in (("POST", "/api/chat", "/v1/chat/completions"), ("GET", "/api/tags", "/v1/models")):
+        response = api.request(method, path)
+        assert (response.status_code, response.headers["x-request-id"] != "") == (404, True)
+        assert response.json() == {"error": f"there is no route {method} {path}; call {method} {meant}"}
 
 
 def test_a_404_says_no_more_of_a_path_than_200_characters(api: Api) -> None:

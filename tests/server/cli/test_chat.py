@@ -323,6 +323,7 @@ def test_a_pipe_is_one_message(run: Any, server: StandIn, monkeypatch: pytest.Mo
         (b"x", (400, '{"error": {"message": "this model has no chat template"}}'), "this model has no chat template"),
         (b"x", (200, events(chat_event("On"))), "the stream ended in the middle of the answer"),
         (b"ab\xff", says(""), "the text on stdin must be UTF-8, got something else at byte 2"),
+        (b"\n", says(""), "the question on stdin is empty"),
     ],
 )
 def test_a_pipe_that_fails_is_one_sentence_and_status_1(
