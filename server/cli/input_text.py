@@ -21,6 +21,13 @@ def read_text(source: str) -> str:
         raise CommandError(f"the text on {name} must be UTF-8, got something else at byte {error.start}") from error
 
 
+def read_question() -> str:
+    """Return the text of standard input without the line ends after it. Raises CommandError, also if it is empty."""
+    if question := read_text(STDIN).rstrip("\r\n"):
+        return question
+    raise CommandError("the question on stdin is empty")
+
+
 def _read(source: str) -> bytes:
     if source != STDIN:
         return Path(source).read_bytes()

@@ -23,7 +23,7 @@ from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
 from gptserve.server.cli.batch import add_batch_flags, run_batch
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, NAMES_FLAG, SEVERAL_NAMES, add_flags, add_server_flags
-from gptserve.server.cli.input_text import STDIN, read_text
+from gptserve.server.cli.input_text import STDIN, read_question, read_text
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.replicas import Replicas
 from gptserve.server.cli.scoring import add_score_flags
@@ -340,9 +340,7 @@ def _chat(options: argparse.Namespace) -> int:
         print(f"{visible(remote.model_name())} at {remote.url}; /help lists the commands, Ctrl-D leaves")
         converse(chat)
     else:
-        if not (question := read_text(STDIN).rstrip("\r\n")):
-            raise CommandError("the question on stdin is empty")
-        print_text(piece.text for piece in chat.ask(question))
+        print_text(piece.text for piece in chat.ask(read_question()))
     return 0
 
 
