@@ -56,10 +56,11 @@ class PostgresServer:
         """Return the URL of a database."""
         return f"postgresql://postgres@/{database}?host={self.folder}"
 
-    def empty_database(self) -> str:
+    def empty_database(self, encoding: str = "UTF8") -> str:
         """Make a database; return its URL."""
         name = next(self._names)
-        self.execute(f"CREATE DATABASE {name} STRATEGY wal_log", autocommit=True)
+        options = f"TEMPLATE template0 ENCODING '{encoding}' STRATEGY wal_log"
+        self.execute(f"CREATE DATABASE {name} {options}", autocommit=True)
         return self.url(name)
 
     def execute(self, statement: str, url: str | None = None, *, autocommit: bool = False) -> list[tuple[object, ...]]:

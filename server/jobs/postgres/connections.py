@@ -21,6 +21,7 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import ReadOnlySqlTransaction
 
+from gptserve.server.jobs.postgres.schema import ENCODING
 from gptserve.server.jobs.store import JobStoreError, StoreUnavailableError
 
 Result = TypeVar("Result")
@@ -134,7 +135,7 @@ class Connections:
             return result
 
     async def _connect(self) -> AsyncConnection:
-        parameters: dict[str, Any] = {**self._defaults, **conninfo_to_dict(self._url)}
+        parameters: dict[str, Any] = {**self._defaults, **conninfo_to_dict(self._url), "client_encoding": ENCODING}
         connection = await AsyncConnection.connect(**parameters, autocommit=True)
         try:
             await connection.execute(self._settings.encode())

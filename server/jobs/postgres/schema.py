@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from psycopg import AsyncConnection
 
+ENCODING = "UTF8"
 OLDEST_SERVER = 140000  # as PostgreSQL writes its version 14
 
 _LOCK = 0x67707473  # "gpts": the advisory lock that one server at a time prepares the tables under
@@ -70,10 +71,16 @@ SCHEMA_VERSION = len(STEPS)
 
 
 async def prepare(connection: AsyncConnection) -> None:
-    """Create the tables that are missing. Raises psycopg.Error, or ValueError for tables of a newer version."""
+    """Create the tables that are missing.
+
+    Raises psycopg.Error, or ValueError for tables of a newer version or a database that cannot keep every text.
+    """
     version = connection.info.server_version
     if version < OLDEST_SERVER:
         raise ValueError(f"it needs version {OLDEST_SERVER // 10000} or newer, and the server has {version // 10000}")
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding not in (ENCODING, "SQL_ASCII"):  # which keeps bytes as they are
+        raise ValueError(f"its encoding is {encoding}, which lacks characters; name a database in {ENCODING}")
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
         found = await (await connection.execute("SELECT to_regclass('gptserve.meta')")).fetchone()

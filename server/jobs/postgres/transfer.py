@@ -20,7 +20,7 @@ from psycopg import AsyncConnection
 
 from gptserve.server.jobs.postgres import statements as sql
 from gptserve.server.jobs.postgres.connections import cause_of
-from gptserve.server.jobs.postgres.schema import prepare
+from gptserve.server.jobs.postgres.schema import ENCODING, prepare
 from gptserve.server.jobs.records import CompletionRecord, EndRecord, OutputBatch, StoredJob, encode_outputs
 from gptserve.server.jobs.store import JobStore, JobStoreError, cancelled
 
@@ -89,7 +89,8 @@ async def export_jobs(url: str, target: JobStore) -> tuple[int, int]:
 async def _without_servers(url: str) -> AsyncIterator[AsyncConnection]:
     """Open a transaction during which no server uses the database. Raises JobStoreError if one does."""
     try:
-        async with await AsyncConnection.connect(url, application_name="gptserve") as connection:
+        connecting = AsyncConnection.connect(url, application_name="gptserve", client_encoding=ENCODING)
+        async with await connecting as connection:
             await connection.execute("SET client_min_messages = warning")
             await prepare(connection)
             await connection.execute("LOCK TABLE gptserve.replicas IN SHARE ROW EXCLUSIVE MODE")

@@ -441,6 +441,34 @@ def test_tables_of_a_newer_version_are_refused(postgres_url: str, with_stores: U
     asyncio.run(test())
 
 
+def test_a_database_that_leaves_bytes_as_they_are_keeps_every_text(postgres: PostgresServer) -> None:
+    async def test() -> None:
+        store = PostgresJobStore(postgres.empty_database("SQL_ASCII"))
+        await store.open()
+        record = replace(RECORD, key="schlüssel \N{SNOWMAN}")
+        await store.add(record)
+        assert await store.read_record("cmpl-1") == record
+        await store.close()
+
+    postgres.start()
+    asyncio.run(test())
+
+
+def test_a_database_that_lacks_characters_is_refused(postgres: PostgresServer) -> None:
+    async def test() -> None:
+        store = PostgresJobStore(postgres.empty_database("LATIN1"))
+        with pytest.raises(JobStoreError) as raised:
+            await store.open()
+        await store.close()
+        assert str(raised.value) == (
+            "the journal in PostgreSQL cannot be used: its encoding is LATIN1, which lacks characters; name a database "
+            "in UTF8"
+        )
+
+    postgres.start()
+    asyncio.run(test())
+
+
 def test_a_url_that_libpq_cannot_read_is_an_error_without_its_password() -> None:
     async def test() -> None:
         store = PostgresJobStore("postgresql://me:secret@host/x?no_such_parameter=1")
