@@ -23,7 +23,7 @@ from tests.deploy.tools import run_tool
 
 ROOT = Path(__file__).parents[1]
 INSTALL = ["install", "--directory", "--owner", "1000", "--group", "0", "--mode", "775"]
-REPLICAS = ROOT / "deploy" / "nginx" / "replicas.conf"
+REPLICAS = ROOT / "deploy" / "nginx" / "replicas.conf.template"
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:
@@ -155,19 +155,20 @@ def test_replicas_share_a_database_that_nobody_else_reaches() -> None:
     assert replica["deploy"] == {"replicas": 2}
     assert {service["profiles"][0] for service in (replica, database, balancer)} == {"replicas"}
     networks = compose()["networks"]
-    assert networks == {"database": {"internal": True}}
+    assert networks == {"default": None, "database": {"internal": True}}
     assert [name for name, service in found.items() if "database" in service.get("networks", ())] == [
         "replica",
         "database",
     ]
     assert database["volumes"][0].split(":")[0] in compose()["volumes"]
-    assert f"replica:{servers.port} " in REPLICAS.read_text(encoding="utf-8")
+    assert f"replica:{servers.port};" in REPLICAS.read_text(encoding="utf-8")
 
 
 def test_nginx_takes_the_configuration_of_the_balancer(tmp_path: Path) -> None:
     [mounted] = compose()["services"]["balancer"]["volumes"]
-    assert (ROOT / mounted.split(":")[0]).samefile(REPLICAS)
-    text = REPLICAS.read_text(encoding="utf-8").replace("replica:8000", "127.0.0.1:8000")
+    assert (ROOT / mounted.split(":")[0]).samefile(REPLICAS.parent)
+    assert mounted.split(":")[1] == "/etc/nginx/templates"  # whose texts the image fills in and reads
+    text = REPLICAS.read_text(encoding="utf-8").replace("${NGINX_LOCAL_RESOLVERS}", "127.0.0.1")
     (tmp_path / "all.conf").write_text(f"pid {tmp_path}/pid; events {{}} http {{ access_log off; {text} }}")
 
     assert "test is successful" in run_tool("nginx", "-t", "-e", "stderr", "-c", tmp_path / "all.conf")
