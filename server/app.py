@@ -114,14 +114,7 @@ def create_app(
         version=gptserve.__version__,
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         redirect_slashes=False,
-        middleware=[
-            *_cross_origin(settings.origins),
-            *([] if settings.root_path is None else [Middleware(RootPath, settings.root_path)]),
-            *([] if options.tracing is None else [Middleware(options.tracing.middleware)]),
-            Middleware(RequestEnvelope, metrics, limits),
-            *_hosts(settings),
-            *_guard(settings, keys, limits),
-        ],
+        middleware=_middlewares(options, keys, limits, metrics),
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
@@ -171,29 +164,31 @@ def _add_routes(app: FastAPI, router: APIRouter, metrics: Metrics) -> None:
         app.router.routes.append(route)
 
 
-def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
-    """Return the middleware that lets pages of these origins call the API. Preflights carry no key, so it comes first.
-
-    https://fetch.spec.whatwg.org/#http-cors-protocol
-    """
-    if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", *TOLD_HEADERS],
+def _middlewares(options: AppOptions, keys: ApiKeys | None, limits: KeyLimits, metrics: Metrics) -> list[Middleware]:
+    """Return the middlewares that the settings ask for, the outermost first."""
+    settings, found = options.settings, list[Middleware]()
+    if settings.origins:  # first, as preflights carry no key: https://fetch.spec.whatwg.org/#http-cors-protocol
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.origins,
+                allow_methods=["GET", "HEAD", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "request-id", "retry-after", *TOLD_HEADERS],
+            )
         )
-    ]
-
-
-def _hosts(settings: ServerSettings) -> list[Middleware]:
-    """Return the middleware that refuses other hosts, unless all are allowed. Probes and scrapers use any address."""
-    if "*" in settings.hosts:
-        return []
-    return [Middleware(HostGuard, hosts=settings.hosts, open_paths=PROBE_PATHS | {"/metrics"})]
+    if settings.root_path is not None:
+        found.append(Middleware(RootPath, settings.root_path))
+    if options.tracing is not None:
+        found.append(Middleware(options.tracing.middleware))
+    found.append(Middleware(RequestEnvelope, metrics, limits))
+    if "*" not in settings.hosts:  # probes and scrapers use any address
+        found.append(Middleware(HostGuard, hosts=settings.hosts, open_paths=PROBE_PATHS | {"/metrics"}))
+    if keys is not None:
+        open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
+        open_paths |= PAGE_PATHS if settings.playground else frozenset()
+        found.append(Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths, limits=limits))
+    return found
 
 
 def _max_requests(settings: ServerSettings, keys: ApiKeys | None) -> int | None:
@@ -205,16 +200,6 @@ def _max_requests(settings: ServerSettings, keys: ApiKeys | None) -> int | None:
 
 def _has_several_owners(keys: ApiKeys | None) -> bool:
     return keys is not None and len(keys.owners) > 1
-
-
-def _guard(settings: ServerSettings, keys: ApiKeys | None, limits: KeyLimits) -> list[Middleware]:
-    """Return the middleware that asks for keys, if there are any."""
-    if keys is None:
-        return []
-    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
-    if settings.playground:
-        open_paths |= PAGE_PATHS
-    return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths, limits=limits)]
 
 
 async def _answer_routing_error(request: Request, error: Exception) -> Response:

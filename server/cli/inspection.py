@@ -16,6 +16,7 @@ from gptserve.engine.runner.memory import (
     HeldWeight,
     available_memory_bytes,
     cache_capacity,
+    codes_kept,
     held_weights,
     kv_bytes_per_token,
     parameter_counts,
@@ -23,10 +24,13 @@ from gptserve.engine.runner.memory import (
     width_without_groups,
 )
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.inventory import StoredPart
+from gptserve.weights.families import load_config, read_raw_config
+from gptserve.weights.inventory import StoredPart, code_formats, has_weights, stored_parts
+from gptserve.weights.quantized import stored_types
 from gptserve.weights.quantized.coded import AnyFormat, merged_names
 from gptserve.weights.quantized.stored_type import PackedType, StoredType
 from gptserve.weights.sharding import Share
+from gptserve.weights.source import model_name, resolve_config
 
 TYPES: dict[str, tuple[int, Quantization | None]] = {
     "float32": (4, None),
@@ -126,6 +130,22 @@ class ModelReport:
     int8_kv_bytes_per_token: int
     """With `--kv-cache-dtype int8`, whatever the weights are."""
     stored: tuple[StoredReport, ...]
+
+
+def inspect_folder(
+    model: str | None, revision: str | None, memory_bytes: int | None, block_size: int, num_ranks: int, *, strict: bool
+) -> ModelReport:
+    """Make the report of a model by its name, as `inspect_model` does; `strict` refuses unknown keys of config.json.
+
+    Raises WeightsError.
+    """
+    folder = resolve_config(model, revision)
+    config = load_config(folder, "refuse" if strict else "warn")
+    types = stored_types(read_raw_config(folder), folder)
+    has_files = has_weights(folder)
+    stored = stored_parts(folder, config) if has_files else ()
+    codes = codes_kept(config, code_formats(folder, config)) if has_files else {}
+    return inspect_model(model_name(model), config, memory_bytes, block_size, num_ranks, types, stored, codes)
 
 
 def inspect_model(

@@ -365,20 +365,15 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _inspect(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from gptserve.engine.runner.memory import codes_kept
-    from gptserve.server.cli.inspection import inspect_model, render
-    from gptserve.weights.families import load_config, read_raw_config
-    from gptserve.weights.inventory import code_formats, has_weights, stored_parts
-    from gptserve.weights.quantized import stored_types
-    from gptserve.weights.source import model_name, resolve_config
+    from gptserve.server.cli.inspection import inspect_folder, render
 
-    folder = resolve_config(options.MODEL, options.revision)
-    config = load_config(folder, "refuse" if options.strict_config else "warn")
-    types = stored_types(read_raw_config(folder), folder)
-    name, num_ranks = model_name(options.MODEL), options.tensor_parallel_size
-    has_files = has_weights(folder)
-    stored = stored_parts(folder, config) if has_files else ()
-    codes = codes_kept(config, code_formats(folder, config)) if has_files else {}
-    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types, stored, codes)
+    report = inspect_folder(
+        options.MODEL,
+        options.revision,
+        options.memory,
+        options.block_size,
+        options.tensor_parallel_size,
+        strict=options.strict_config,
+    )
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Tag
 
@@ -13,6 +13,16 @@ Text = Annotated[str, Tag("text")]
 class _Model(BaseModel):
     # Strings below the fields describe them: openapi.py reads these, as pydantic would do so at each start.
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+class _Page(_Model):
+    """A page of a list, but for its `data`."""
+
+    object: Literal["list"] = "list"
+    first_id: str | None
+    """null on an empty page"""
+    last_id: str | None
+    has_more: bool
 
 
 class _RequestModel(_Model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gptserve.server.core.background_status import BatchStatus
-from gptserve.server.schemas.base import _Model, _RequestModel
+from gptserve.server.schemas.base import _Model, _Page, _RequestModel
 from gptserve.server.schemas.responses import Metadata
 
 
@@ -80,12 +80,7 @@ class BatchObject(_Model):
     metadata: dict[str, str] | None
 
 
-class BatchList(_Model):
+class BatchList(_Page):
     """A page of the batches of a key, newest first."""
 
-    object: Literal["list"] = "list"
     data: list[BatchObject]
-    first_id: str | None
-    """null on an empty page"""
-    last_id: str | None
-    has_more: bool

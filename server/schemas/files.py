@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gptserve.server.schemas.base import _Model
+from gptserve.server.schemas.base import _Model, _Page
 
 
 class FileObject(_Model):
@@ -24,15 +24,10 @@ class FileObject(_Model):
     status_details: None = None
 
 
-class FileList(_Model):
+class FileList(_Page):
     """A page of the files of a key."""
 
-    object: Literal["list"] = "list"
     data: list[FileObject]
-    first_id: str | None
-    """null on an empty page"""
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(_Model):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gptserve.engine.request import MAX_LOGPROBS
-from gptserve.server.schemas.base import Text, _Model, _RequestModel, _text_or_list
+from gptserve.server.schemas.base import Text, _Model, _Page, _RequestModel, _text_or_list
 from gptserve.server.schemas.completions import Label, SharedFields
 from gptserve.server.schemas.response_tools import (
     CallItem,
@@ -25,7 +25,6 @@ from gptserve.server.schemas.response_tools import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-REASONING = "reasoning.encrypted_content"
 INPUT_RULE = "Input should be a string or a list of items"
 Json = dict[str, Any]
 
@@ -349,15 +348,10 @@ class OutputOfCall(_Model):
     output: str | list[InputText]
 
 
-class InputItemList(_Model):
+class InputItemList(_Page):
     """A page of the items that a response was made of."""
 
-    object: Literal["list"]
     data: list[InputMessage | OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall | OutputOfCall]
-    first_id: str | None
-    """null on an empty page"""
-    last_id: str | None
-    has_more: bool
 
 
 class InputTokens(_Model):
