@@ -156,7 +156,8 @@ def _invalid_body(error: ValidationError) -> ServiceError:
     """Return the error for the first fault in a request body."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first["input"]
-    rule = _JSON_RULES.get(kind) or first["msg"][0].lower() + first["msg"][1:]
+    said = first["msg"].replace(" after validation", "").replace("Dictionary", "Object")  # both are Python's words
+    rule = _JSON_RULES.get(kind) or said[0].lower() + said[1:]
     steps = itertools.pairwise((None, *first["loc"]))
     path = [part for before, part in steps if before not in UNIONS and part not in _NO_FIELDS]
     if not path:

@@ -50,7 +50,7 @@ def test_a_wrong_type(refusing_api: Api, body: dict[str, Any], param: str, messa
 
 
 INVALID_VALUES = [
-    ({"messages": []}, "messages", "messages: list should have at least 1 item after validation, not 0, got []"),
+    ({"messages": []}, "messages", "messages: list should have at least 1 item, not 0, got []"),
     ({"messages": [{"role": "assistants", "content": "x"}]}, "messages",
      "messages[0].role: unknown role 'assistants'; did you mean assistant?"),
     ({"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}, "messages",

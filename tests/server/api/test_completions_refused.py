@@ -215,7 +215,7 @@ INVALID_VALUES = [
     ({"prompt": [-1]}, "prompt", "prompt: token ids must be in [0, 257), got -1"),
     ({"prompt": [10**30]}, "prompt", f"prompt: token ids must be in [0, 257), got {10**30}"),
     ({"prompt": ["x"] * 129}, "prompt",
-     "prompt: list should have at most 128 items after validation, not 129, got ['x', 'x', 'x', 'x', ...]"),
+     "prompt: list should have at most 128 items, not 129, got ['x', 'x', 'x', 'x', ...]"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
     ({"max_tokens": -5}, "max_tokens", "max_tokens must be at least 1, got -5"),
     ({"temperature": -0.1}, "temperature", "temperature must be in [0.0, 2.0], got -0.1"),
@@ -264,7 +264,7 @@ INVALID_VALUES = [
     ({"stop_token_ids": [257]}, "stop_token_ids", "stop_token_ids: token ids must be in [0, 257), got 257"),
     ({"stop_token_ids": [0] * 65}, "stop_token_ids", "stop_token_ids may have at most 64 entries, got 65"),
     ({"stop": ["a"] * 10_000}, "stop",
-     "stop: list should have at most 128 items after validation, not 10000, got ['a', 'a', 'a', 'a', ...]"),
+     "stop: list should have at most 128 items, not 10000, got ['a', 'a', 'a', 'a', ...]"),
     ({"stop": ["a" * 32] * 125 + ["b"]}, "stop",
      "stop: texts should have at most 4000 characters together, not 4001, "
      f"got [{', '.join([repr('a' * 32)] * 4)}, ...]"),
@@ -341,7 +341,7 @@ def test_masses_of_prompts_are_refused_by_the_first_too_many(
             raise
 
     monkeypatch.setattr(CompletionRequest, "model_validate", watch)
-    message = "prompt: list should have at most 128 items after validation, not 129, got [[], [], [], [], ...]"
+    message = "prompt: list should have at most 128 items, not 129, got [[], [], [], [], ...]"
     check(bystander, b'{"prompt": [' + b"[]," * 60_000 + b"[]]}", 400, "invalid_value", "prompt", message)
     assert seen == [(129, 1)]
 

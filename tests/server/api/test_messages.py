@@ -268,7 +268,7 @@ def test_the_conversation_becomes_a_chat(make_api: MakeApi, system: Any, message
         ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0"),
         ({"max_tokens": "9"}, f"max_tokens: {NO_INTEGER}, got '9'"),
         ({"messages": ...}, "messages is required"),
-        ({"messages": []}, "messages: list should have at least 1 item after validation, not 0, got []"),
+        ({"messages": []}, "messages: list should have at least 1 item, not 0, got []"),
         ({"messages": "hi"}, "messages: input should be an array, got 'hi'"),
         ({"messages": [5]}, "messages[0]: input should be an object, got 5"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required"),

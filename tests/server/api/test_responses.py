@@ -258,7 +258,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         {"input": []},
         "input",
         "invalid_value",
-        "input: list should have at least 1 item after validation, not 0, got []",
+        "input: list should have at least 1 item, not 0, got []",
     ),
     ({"input": [3]}, "input", "invalid_type", "input[0]: input should be an object, got 3"),
     ({"input": [{"content": "x"}]}, "input[0].role", "missing_required_parameter", "input[0].role is required"),
@@ -420,8 +420,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         {"metadata": {str(i): "x" for i in range(17)}},
         "metadata",
         "invalid_value",
-        "metadata: dictionary should have at most 16 items after validation, not more, got {'0': 'x', '1': 'x', "
-        "'10': 'x', '11': 'x', ...}",
+        "metadata: object should have at most 16 items, not more, got {'0': 'x', '1': 'x', '10': 'x', '11': 'x', ...}",
     ),
 ]
 

@@ -119,7 +119,7 @@ REFUSED = [
     ("/tokenize", {"prompt": "x", "return_token_strs": 1}, 400, "invalid_type", "return_token_strs",
      f"return_token_strs: {NO_BOOLEAN}, got 1"),
     ("/tokenize", {"messages": []}, 400, "invalid_value", "messages",
-     "messages: list should have at least 1 item after validation, not 0, got []"),
+     "messages: list should have at least 1 item, not 0, got []"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True,
                    "add_generation_prompt": True}, 400, "invalid_value", "continue_final_message",
      "continue_final_message must not be true together with add_generation_prompt"),

@@ -275,7 +275,7 @@ REFUSED = [
     ({"bad_words": ["a" * 101]}, "bad_words",
      f"bad_words[0]: string should have at most 100 characters, got '{'a' * 27}...{'a' * 28}'"),
     ({"bad_words": ["a"] * 65}, "bad_words",
-     "bad_words: list should have at most 64 items after validation, not 65, got ['a', 'a', 'a', 'a', ...]"),
+     "bad_words: list should have at most 64 items, not 65, got ['a', 'a', 'a', 'a', ...]"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids must hold a token id, got []"),
     ({"allowed_token_ids": [257]}, "allowed_token_ids", "allowed_token_ids: token ids must be in [0, 257), got 257"),
     ({"allowed_token_ids": ["a"]}, "allowed_token_ids", f"allowed_token_ids[0]: {NO_INTEGER}, got 'a'"),
