@@ -1,6 +1,6 @@
 """POST /tokenize, POST /detokenize and GET /tokenizer_info, in vLLM's shapes.
 
-As in vLLM, and other than in the prompt of a completion, the text of a special token is that token.
+As in all prompts, the text of a special token is that token.
 """
 
 from __future__ import annotations

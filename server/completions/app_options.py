@@ -1,4 +1,4 @@
-"""AppOptions: the settings of an application and what was made of them. `serve.py` and tests make it."""
+"""AppOptions: the settings of an application and what was made of them. `parts.py` and `gptserve batch` make it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the Model of a folder. `serve.py` calls it; everything else takes the Model as it is.
+"""Makes the Model of a folder. `parts.py` and `gptserve batch` call it; everything else takes the Model as it is.
 
 It imports the libraries of tokenizers, which the application itself can do without.
 """

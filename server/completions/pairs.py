@@ -30,7 +30,6 @@ _SLOTS = re.compile(f"([{QUERY}{DOCUMENT}{INSTRUCTION}])")
 _ROLES = tuple(re.compile(f"['\"]{role}['\"]") for role in ("query", "document"))
 _NO_INSTRUCTION = "this model's prompt has no place for an instruction"
 
-
 TokenIds = tuple[int, ...]
 Pieces = tuple[str, ...]
 """Texts and slots, which are tokenized as one text."""

@@ -19,7 +19,7 @@ _OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How to render the parts of an answer, in the shapes that schemas.py describes.
+    """How to render the parts of an answer, in the shapes that schemas/ describes.
 
     `choice` renders a whole choice and `part` a chunk's addition to one; both put the index first. `after_choices`
     takes the first choice and renders the fields that follow the choices; those of `nulls` that it leaves out are null

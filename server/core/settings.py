@@ -55,7 +55,6 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 # The rule in words and the converter of a text, by the type of a field.
-
 _FORMATS: dict[type, tuple[str, Callable[[Any], object]]] = {
     str: ("text", str),
     int: ("a whole number", int),

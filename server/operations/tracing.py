@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span of each request, below it one of each completion with the phases of its choices.
 
-The only file that imports OpenTelemetry, which `pip install 'gptserve[otel]'` adds; `serve.py` imports it if traces are
+The only file that imports OpenTelemetry, which `pip install 'gptserve[otel]'` adds; `parts.py` imports it if traces are
 asked for. Names are those of https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. The library sends in a
 thread of its own; what does not fit its queue is dropped.
 """

@@ -2,7 +2,7 @@
 
 Clients send many fields that do not change the answer. A field that would change it, and is not supported, is refused
 in words. A field that no table knows is let through and its name is reported, unless it looks like a typo.
-`completions.py` calls `take_fields` before pydantic checks the rest. docs/api.md repeats UNREAD; a test compares them.
+`read_body` calls `take_fields` before pydantic checks the rest. docs/api.md repeats UNREAD; a test compares them.
 """
 
 from __future__ import annotations

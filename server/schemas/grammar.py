@@ -1,6 +1,6 @@
 """What a body asks its answer to match: OpenAI's response_format, vLLM's structured_outputs, its older guided_*.
 
-`schemas.py` has these fields in every completion request. `completions/grammar.py` checks that the grammar compiles.
+`completions.py` has these fields in all requests. `completions/grammar.py` checks that the grammar compiles.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Elements:
     """The spelling of calls.
 
     A call stands between `function` with its name and `function_end`. The values of its arguments stand between one of
-    `texts` and `jsons`, with the name, and `value_end`; where these differ they tell what the value is, and else the
+    `text` and `json`, after the name, and `value_end`; where these differ they tell what the value is, and else the
     schema does. `line` is the white space between elements, `value_line` that around a value. With `has_own_marks` each
     call stands between `begin` and `end`, else all of them do.
     """
