@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.quantized_folders import write_bitsandbytes, write_compressed, write_gptqmodel
 from tests.clients.environments import Environment
 from tests.parity.models import write_model
-from tests.weights.quantized.formats import AWQ, FORMATS
+from tests.weights.quantized.formats import AWQ, FORMATS, FP8
 from tests.weights.quantized.packers import write_quantized
 from tests.weights.quantized.test_quantized import all_equal, stream
 
-CLIENT = "compressed-tensors"
+CLIENT = "quantizers"
 pytestmark = pytest.mark.clients
 MODEL = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODEL |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32}
@@ -24,44 +25,6 @@ SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BL
 """Presets of compressed-tensors."""
 CASES = [(scheme, dtype) for scheme in SCHEMES for dtype in ("float32", "bfloat16")]
 CASES.remove(("NVFP4A16", "float32"))  # which the library reads in bf16 alone
-
-
-def compress(folder: str, target: str, scheme: str, dtype: str) -> None:
-    """Write a folder in one of the library's schemes, rounded to nearest, and the floats that it reads from it."""
-    import torch
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
-    for module in model.modules():
-        if not hasattr(module, "weight_scale"):
-            continue
-        weight, args, of_all = module.weight.data, module.quantization_scheme.weights, None
-        if hasattr(module, "weight_global_scale"):
-            of_all = generate_gparam(weight.amin(), weight.amax())
-            module.weight_global_scale.data.copy_(of_all)
-        shape = module.weight_scale.shape
-        num_out, num_in = (1, 1) if len(shape) == 1 else shape
-        blocks = weight.view(num_out, len(weight) // num_out, num_in, -1)
-        scales, zeros = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args, global_scale=of_all)
-        module.weight_scale.data.copy_(scales.view(shape))
-        if hasattr(module, "weight_zero_point"):
-            module.weight_zero_point.data.copy_(zeros.view(shape))
-        if hasattr(module, "input_scale"):
-            module.input_scale.data.fill_(1)
-    compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, f"{target}/model.safetensors", {"format": "pt"})
-    compressor.update_config(target)
-    compressor.decompress_model(model)
-    floats = {name: tensor for name, tensor in model.state_dict().items() if name in tensors or "weight" in name}
-    save_file({name: floats[name].contiguous() for name in floats}, f"{target}/floats")
 
 
 def convert_awq(folder: str) -> None:
@@ -85,29 +48,45 @@ def convert_awq(folder: str) -> None:
     save_file(floats, f"{folder}/floats")
 
 
-def write_bitsandbytes(folder: str, target: str, kind: str, is_nested: bool) -> None:
-    """Write a folder in bitsandbytes' nf4, fp4 or int8, and the floats that it makes of it."""
+def write_modelopt(folder: str, target: str, algorithm: str, has_cache: bool) -> None:
+    """Write a folder with NVIDIA's modelopt, maybe with scales of a cache, and the floats that it reads from it."""
     import torch
-    from bitsandbytes import functional
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from modelopt.torch import quantization
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
 
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": is_nested}
-    config = BitsAndBytesConfig(**({"load_in_8bit": True} if kind == "int8" else four))
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
-    )
-    model.save_pretrained(target)
-    floats = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    floats = {name: tensor for name, tensor in floats.items() if not name.endswith(("SCB", "absmax", "quant_map"))}
-    for name, module in model.named_modules():
-        if kind == "int8" and hasattr(module.__dict__.get("_parameters", {}).get("weight"), "SCB"):
-            weight = module.weight
-            floats[f"{name}.weight"] = functional.int8_vectorwise_dequant(weight.data, weight.SCB)
-        elif hasattr(getattr(module, "weight", None), "quant_state"):
-            floats[f"{name}.weight"] = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-    floats = {name: tensor for name, tensor in floats.items() if "nested" not in name}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    settings = getattr(quantization, algorithm)
+    if has_cache:
+        cache = quantization.FP8_KV_CFG["quant_cfg"]
+        settings = quantization.utils.update_quant_cfg_with_kv_cache_quant(settings, cache)
+    quantization.quantize(model, settings, lambda its: its(torch.arange(16)[None]))
+    export_hf_checkpoint(model, export_dir=target)
+    tensors = load_file(f"{target}/model.safetensors")
+    floats = {name: tensor for name, tensor in tensors.items() if name.endswith("weight")}
+    for name, packed in floats.items():
+        scale = tensors.get(f"{name}_scale")
+        if packed.dtype == torch.uint8:
+            shape = torch.Size((len(packed), 2 * packed.shape[1]))
+            of_all = tensors[f"{name}_scale_2"]
+            its = NVFP4QTensor(shape, torch.float32, packed)
+            floats[name] = its.dequantize(scale=scale, double_scale=of_all, block_sizes={-1: 16})
+        elif scale is not None:
+            floats[name] = FP8QTensor(packed.shape, torch.float32, packed).dequantize(scale=scale)
     save_file({name: tensor.contiguous() for name, tensor in floats.items()}, f"{target}/floats")
+
+
+def read_fp8(folder: str, block: list[int]) -> None:
+    """Write the floats that transformers finds in a folder of blocks in FP8."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    config = FineGrainedFP8Config(weight_block_size=block, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    save_file(model.state_dict(), f"{folder}/floats")
 
 
 def quantize_mlx(folder: str, group_size: int, bits: int) -> None:
@@ -152,13 +131,36 @@ def test_compressed_tensors(scheme: str, dtype: str, client: Environment, model:
     target = tmp_path / "quantized"
     target.mkdir()
     shutil.copy(model / "config.json", target)
-    client.call(compress, str(model), str(target), scheme, dtype)
+    client.call(write_compressed, str(model), str(target), scheme, dtype)
     check(target, target / "floats", dtype)
 
 
 def test_awq_is_what_the_reader_of_compressed_tensors_finds(client: Environment, model: Path) -> None:
     write_quantized(model, AWQ, FORMATS["awq"].of)
     client.call(convert_awq, str(model))
+    check(model, model / "floats")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq, symmetric", "awq"])
+def test_gptqmodel(kind: str, client: Environment, model: Path, tmp_path: Path) -> None:
+    target, method = tmp_path / "quantized", kind.partition(",")[0]
+    target.mkdir()
+    shutil.copy(model / "config.json", target)
+    client.call(write_gptqmodel, str(model), str(target), method, 32, "symmetric" in kind)
+    check(target, target / "floats", "float16")
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize("algorithm", ["NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG"])
+def test_modelopt(algorithm: str, has_cache: bool, client: Environment, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "quantized"
+    client.call(write_modelopt, str(model), str(target), algorithm, has_cache)
+    check(target, target / "floats")
+
+
+def test_blocks_of_fp8_are_what_transformers_finds(client: Environment, model: Path) -> None:
+    write_quantized(model, FP8, FORMATS["fp8"].of)
+    client.call(read_fp8, str(model), FP8["weight_block_size"])
     check(model, model / "floats")
 
 

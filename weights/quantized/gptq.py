@@ -2,8 +2,8 @@
 
 Of a linear X, packed along its inputs: X.qweight, int32 [in * bits / 32, out]; X.qzeros, int32 [groups, out * bits /
 32], packed along outputs; X.scales [groups, out]; X.g_idx, int32 [in], the group of each input, which is no ramp where
-act-order (desc_act) took the inputs in another order. A weight is scale * (code - zero). The layout "gptq" has zeros
-less 1, modulo the number of codes; "gptq_v2" has them as they are.
+act-order (desc_act) took the inputs in another order. A weight is scale * (code - zero). The layout "gptq" has words of
+zeros less 1 each, so one of 0 borrows from the next; "gptq_v2" has them as they are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_RULES = 64
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The StoredType, and CodedType. zero_offset is added to the zeros of the files."""
+    """The StoredType, and CodedType. zero_offset is added to the zeros of the files, all of a word at once."""
 
     bits: Bits
     group_size: int | None
@@ -79,8 +79,8 @@ class Gptq:
         """Return the codes [rows, in] and the zeros [rows, groups], int32."""
         codes = codes_of(tensors["qweight"][:, rows].t(), self.bits)
         words = slice(rows.start * self.bits // 32, rows.stop * self.bits // 32)
-        zeros = (codes_of(tensors["qzeros"][:, words], self.bits) + self.zero_offset) & ((1 << self.bits) - 1)
-        return codes, zeros.t()
+        ones = 0xFFFFFFFF // ((1 << self.bits) - 1)  # 1 in each code of a word
+        return codes, codes_of(tensors["qzeros"][:, words] + self.zero_offset * ones, self.bits).t()
 
 
 def read_gptq(section: RawConfig) -> tuple[Gptq, ...]:

@@ -50,10 +50,12 @@ def gptq(
             zeros.fill_(2 ** (bits - 1))
         scales = draw_scales((num_out, num_groups), torch.float16, generator)
         floats = scales.float()[:, groups] * (codes - zeros[:, groups])
-        stored_zeros = (zeros - 1) % 2**bits if version == 1 else zeros
+        stored_zeros = words(zeros.t(), bits)
+        if version == 1:  # a zero of 0 borrows from the next one of its word
+            stored_zeros -= sum(2**place for place in range(0, 32, bits))
         tensors = {
             "qweight": words(codes, bits).t().contiguous(),
-            "qzeros": words(stored_zeros.t(), bits),
+            "qzeros": stored_zeros,
             "scales": scales.t().contiguous(),
             "g_idx": groups.to(torch.int32),
         }
