@@ -103,7 +103,7 @@ def _keys() -> Iterator[tuple[str, Callable[[File], object]]]:
     yield ("layers below 0", _key("llama.block_count", (I32, struct.pack("<i", -1))))
     yield ("layers that are a text", _key("llama.block_count", word("1")))
     yield ("layers that are true", _key("llama.block_count", (BOOL, b"\1")))
-    yield ("heads for each layer", _key("llama.attention.head_count", numbers(U32, 2)))
+    yield ("heads for each layer", _key("llama.attention.head_count", numbers(U32, 2, 4)))
     yield ("more heads of keys than of queries", _key("llama.attention.head_count_kv", number(4)))
     yield ("heads that do not divide the width", _key("llama.attention.head_count", number(5)))
     yield ("a width of 2^31", _key("llama.embedding_length", number(2**31)))

@@ -31,8 +31,10 @@ class Keys:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return an integer of at least 1, not one for each layer."""
+        """Return an integer of at least 1; a list for all layers may have the same for each."""
         value = self.get(name)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
         if value is None and default is not None:
             return default
         if type(value) is not int or value < 1:

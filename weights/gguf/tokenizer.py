@@ -20,6 +20,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NAMED = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """The keys of tokens of which any ends an answer."""
+_NO_ID = 2**32 - 1
+"""-1 without a sign, which conversions write for a token that a model lacks."""
 _SPACE = "\u2581"
 
 
@@ -38,7 +40,7 @@ class GgufTokenizer:
     def id_of(self, key: str) -> int | None:
         """Return the token id that a key has, None if it has none."""
         value = self._get(key)
-        if value is None:
+        if value in (None, _NO_ID):
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             raise self._fault(key, f"a token id in [0, {len(self.tokens)})")

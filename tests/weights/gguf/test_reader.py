@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, WeightsError
+from gptserve.weights.families import load_config
 from gptserve.weights.gguf.reader import MAX_KEYS, MAX_TENSORS, read_header
 from gptserve.weights.source import resolve_model
-from tests.weights.gguf.raw import ARRAY, BOOL, F32, TEXT, U32, U64, file_of, key, tensor, text
+from tests.weights.gguf.raw import ARRAY, BOOL, F32, TEXT, U32, U64, File, file_of, key, numbers, tensor, text
 
 ONE = tensor("a", 1, 4)
 FAULTS: dict[str, tuple[bytes, str]] = {
@@ -244,3 +245,28 @@ def test_random_damage_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.Mo
             messages.append(str(fault))
     assert [message for message in messages if "\n" in message or len(message) > 2000] == []
     assert 0 < num_read < 500
+
+
+def test_a_list_of_equal_numbers_is_one_and_an_id_below_0_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain, odd = File(), File()
+    odd.keys |= {"llama.attention.head_count_kv": numbers(U32, 1, 1), "llama.feed_forward_length": numbers(U32, 64)}
+    odd.keys |= {
+        f"tokenizer.ggml.{name}_token_id": (U32, struct.pack("<I", 2**32 - 1)) for name in ("bos", "unknown", "eot")
+    }
+    folders = []
+    for name, its in (("plain", plain), ("odd", odd)):
+        (tmp_path / f"{name}.gguf").write_bytes(its.data())
+        folders.append(resolve_model(str(tmp_path / f"{name}.gguf")))
+    assert load_config(folders[0]) == load_config(folders[1])
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        first, second = ((folder / name).read_text(encoding="utf-8") for folder in folders)
+        assert first == second
+
+    odd.keys["llama.attention.head_count_kv"] = numbers(U32, 1, 2)
+    (tmp_path / "two.gguf").write_bytes(odd.data())
+    rule = r"two.gguf: llama.attention.head_count_kv must be an integer of at least 1, got \[1, 2\]$"
+    with pytest.raises(WeightsError, match=rule):
+        resolve_model(str(tmp_path / "two.gguf"))
