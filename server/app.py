@@ -45,7 +45,7 @@ from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.limits import KeyLimits
 from gptserve.server.core.metrics import Metrics
 from gptserve.server.core.settings import ServerSettings
-from gptserve.server.files.files import ELSEWHERE, FileLimits, Files
+from gptserve.server.files.files import FileLimits, Files
 from gptserve.server.files.store import FileStore
 from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import TOLD_HEADERS, RequestEnvelope, report
@@ -100,8 +100,7 @@ def create_app(
     }
     former_owners = NO_FORMER_OWNERS if keys is None else FormerOwners(keys.positions, keys.owners)
     jobs = BackgroundJobs(service, store, restore, former_owners=former_owners)
-    not_found = "" if settings.state_url is None else ELSEWHERE
-    file_limits = FileLimits(settings.max_file_bytes, settings.max_files_bytes, has_several_owners, not_found)
+    file_limits = FileLimits(settings.max_file_bytes, settings.max_files_bytes, has_several_owners)
     files = Files(file_store, file_limits)
     batches = Batches(service, files, batch_store, file_limits)
     _watch(metrics, jobs, store, files, batches)

@@ -268,6 +268,8 @@ class ServingProcess:
             server.hang_up(why)
         await self._finish(serving, "requests that wait for the journal")
         await self._finish(jobs.settle(), "background completions")
+        if self._batches is not None:
+            await self._finish(self._batches.suspend(), "batches")
         await self._finish(jobs.leave(), "the database of stored completions")
         return status
 

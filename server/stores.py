@@ -24,14 +24,15 @@ Stores = tuple[JobStore, FileStore, BatchStore]
 def make_stores(settings: ServerSettings) -> Stores:
     """Return the stores of these settings, which have not been opened. The first is opened first, and closed last."""
     folder, sync = settings.state_dir, settings.state_sync
-    batches = FolderBatchStore(folder and folder / "batches", sync)
     if settings.state_url is None:
+        batches = FolderBatchStore(folder and folder / "batches", sync)
         return SqliteJobStore(folder, sync), FolderFileStore(folder and folder / "files"), batches
+    from gptserve.server.batches.postgres import PostgresBatchStore
     from gptserve.server.files.postgres import PostgresFileStore
     from gptserve.server.jobs.postgres.store import PostgresJobStore
 
     jobs = PostgresJobStore(settings.state_url, sync, settings.state_lease_ttl_s)
-    return jobs, PostgresFileStore(jobs.beside), batches
+    return jobs, PostgresFileStore(jobs.beside), PostgresBatchStore(jobs.beside)
 
 
 def place_of(settings: ServerSettings) -> str:

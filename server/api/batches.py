@@ -33,8 +33,8 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["batches"])
 
-    def found(request: Request) -> KeptBatch:
-        return batches.find(request.path_params["id"], owner_of(request))
+    async def found(request: Request) -> KeptBatch:
+        return await batches.find(request.path_params["id"], owner_of(request))
 
     @router.post(
         _PATH,
@@ -57,7 +57,7 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
         responses={200: {"model": BatchList}, **error_responses(400, 401)},
     )
     async def list_batches(request: Request) -> Response:
-        listed = batches.list_batches(owner_of(request))
+        listed = await batches.list_batches(owner_of(request))
         page, has_more = page_of(request, listed, lambda one: one.record.batch_id, most=_MAX_LIMIT, default=_LIMIT)
         return JSONResponse(page_json([to_batch_object(batch).model_dump() for batch in page], has_more=has_more))
 
@@ -68,7 +68,7 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
         responses={200: {"model": BatchObject}, **error_responses(401, 404)},
     )
     async def retrieve_batch(request: Request) -> Response:
-        return JSONResponse(to_batch_object(found(request)).model_dump())
+        return JSONResponse(to_batch_object(await found(request)).model_dump())
 
     @router.post(
         f"{_PATH}/{{id}}/cancel",
@@ -77,7 +77,7 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
         responses={200: {"model": BatchObject}, **error_responses(401, 404)},
     )
     async def cancel_batch(request: Request) -> Response:
-        batch = found(request)
+        batch = await found(request)
         await batches.cancel(batch)
         return JSONResponse(to_batch_object(batch).model_dump())
 

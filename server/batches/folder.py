@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from gptserve.server.batches.store import BatchRecord, BatchStore, BatchStoreError, LineError, Results
+from gptserve.server.batches.store import BatchRecord, BatchStore, BatchStoreError, Results, batch_of
 from gptserve.server.core.settings import StateSync
 from gptserve.server.files.locked_folder import LockedFolder
 
@@ -41,11 +41,19 @@ class FolderBatchStore(BatchStore):
         self._thread = ThreadPoolExecutor(1, "batches")
         self._open: dict[str, int] = {}
 
+    @property
+    def sharing(self) -> None:
+        """None: a folder is one server's."""
+
     async def load(self) -> list[BatchRecord]:
         """Lock the folder and return the batches in it."""
         if self._folder.is_temporary:
             return []  # made with the first batch
         return await self._run(_load)
+
+    async def add(self, record: BatchRecord, fingerprint: str) -> None:
+        """Write a record. The next server goes on with it, whatever its model."""
+        await self.put(record)
 
     async def put(self, record: BatchRecord) -> None:
         """Write a record, and rename it into its place."""
@@ -153,8 +161,7 @@ def _load(folder: Path) -> list[BatchRecord]:
     for path in folder.glob(f"*{_RECORD}"):
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            errors = tuple(LineError(**error) for error in fields.pop("errors"))
-            record = BatchRecord(**fields | {"errors": errors})
+            record = batch_of(fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path.name} is damaged: {error}") from error
         if path.stem != record.batch_id:

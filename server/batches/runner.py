@@ -17,7 +17,14 @@ from typing import BinaryIO, Literal, TypeVar
 
 from gptserve.engine.errors import EngineDiedError
 from gptserve.server.batches.lines import RawLine, read_lines
-from gptserve.server.batches.store import BatchRecord, BatchStore, LineError, Results
+from gptserve.server.batches.store import (
+    BatchCancelledError,
+    BatchLostError,
+    BatchRecord,
+    BatchStore,
+    LineError,
+    Results,
+)
 from gptserve.server.batches.validation import Validation
 from gptserve.server.batches.work import Batch, compute_line, failed_line
 from gptserve.server.completions.service import Service
@@ -42,7 +49,7 @@ class KeptBatch:
     """A batch in memory. num_completed and num_failed are so far, `held_bytes` are those of results in the store.
 
     suspects: of the lines that servers may have died of, how many did. `cancelling` is set once the store knows that it
-    is to be cancelled.
+    is to be cancelled. is_here: it has run at this server, which has not given it up.
     """
 
     record: BatchRecord
@@ -50,6 +57,7 @@ class KeptBatch:
     num_failed: int = 0
     held_bytes: int = 0
     is_cancelled: bool = False
+    is_here: bool = False
     suspects: Mapping[int, int] = field(default_factory=dict)
     cancelling: asyncio.Event = field(default_factory=asyncio.Event)
     computing: asyncio.Task[None] | None = None
@@ -77,14 +85,17 @@ class BatchRunner:
         self.num_lines = Counter[Outcome]()
 
     def suspect(self, batch: KeptBatch, begun: Mapping[int, int]) -> None:
-        """Learn what earlier servers had begun when they died, before the first batch runs."""
+        """Learn what earlier servers had begun when they died, before the batch runs."""
         batch.suspects = {n: num for n, num in begun.items() if num >= SUSPECT_AFTER}
         if batch.suspects:
             self._suspected.add(batch.record.batch_id)
             self._cleared.clear()
 
     async def run(self, batch: KeptBatch) -> None:
-        """Go on with a batch until it has ended, or the server cannot compute any more."""
+        """Go on with a batch until it has ended, another server has it, or this one cannot compute any more.
+
+        Raises BatchLostError.
+        """
         if batch.record.status in ("validating", "in_progress") and not batch.is_cancelled:
             computing = batch.computing = asyncio.create_task(self._compute(batch))
             try:
@@ -113,6 +124,8 @@ class BatchRunner:
             return True
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        if isinstance(error, BatchLostError):
+            raise error
         if not isinstance(error, EngineDiedError | ServiceError):
             logger.error("batch %s waits for the next start", batch.record.batch_id, exc_info=error)
         return False
@@ -222,7 +235,11 @@ class BatchRunner:
 
     async def _finish(self, batch: KeptBatch) -> None:
         """Write the files of a batch that is computed, cancelled or out of time; then it has ended."""
-        await self._put(batch, "cancelling" if batch.is_cancelled else "finalizing")
+        try:
+            await self._put(batch, "cancelling" if batch.is_cancelled else "finalizing")
+        except BatchCancelledError:
+            batch.is_cancelled = True
+            await self._put(batch, "cancelling")
         if batch.is_cancelled:
             batch.cancelling.set()
         batch_id, num_lines = batch.record.batch_id, batch.record.num_lines
@@ -255,7 +272,7 @@ class BatchRunner:
         async def write() -> None:
             if await self._files.is_kept(file_id):
                 return
-            async with self._files.writing(record.owner, file_id) as upload:
+            async with self._files.writing(record.owner, file_id, record.batch_id) as upload:
                 with await self._store.read_results(record.batch_id, failed=kind == "error") as results:
                     await self._copy((result for _, result in results), upload.write)
                 if late is not None:
@@ -303,6 +320,8 @@ class BatchRunner:
         while True:
             try:
                 return await call()
+            except (BatchLostError, BatchCancelledError):
+                raise
             except ServiceError as error:
                 logger.warning("batch %s goes on in %g s: %s", batch.record.batch_id, RETRY_S, error)
             await asyncio.sleep(RETRY_S)

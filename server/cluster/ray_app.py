@@ -112,9 +112,9 @@ class Ingress:
         await self._state.jobs.suspend()
         await self._engine.close()
         await self._state.jobs.settle()
+        await self._state.batches.suspend()
         await self._state.jobs.leave()
         self._model.close()
-        await self._state.batches.suspend()
         for store in self._stores:
             await store.close()
         if self._tracing is not None:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.ids import new_id
-from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent, Purpose
+from gptserve.server.files.store import FILE_IN_USE, FileRecord, FileStore, FileStoreError, NewContent, Purpose, in_use
 
 PIECE_BYTES = 2**18  # of a file, read or written at once
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a file may take space
@@ -25,22 +25,16 @@ KEPT_S = 30 * 24 * 3600  # without another expiry; OpenAI keeps the files of bat
 MAX_FILES = 10_000  # a page of the list has them all
 MAX_UPLOADS = 16  # at once; each has a descriptor and a buffer
 
-ELSEWHERE = "; --state-url shares no batches: only the server that has it knows it"
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """How large a file may be, and all together. Where there are several owners, none has more than half of all.
-
-    not_found: what an error says of a batch that is not here, after that it does not exist.
-    """
+    """How large a file may be, and all together. Where there are several owners, none has more than half of all."""
 
     max_file_bytes: int
     max_files_bytes: int
     has_several_owners: Callable[[], bool] = lambda: False
-    not_found: str = ""
 
     def share(self, limit: int) -> int:
         """Return what one owner may have of a limit."""
@@ -156,9 +150,12 @@ class Files:
             num[owner] -= 1
 
     @asynccontextmanager
-    async def writing(self, owner: str | None, file_id: str) -> AsyncIterator[Upload]:
-        """Yield the same, with an id and without limits, for what the server itself writes: results have room."""
-        upload = Upload(self, owner, await self._store.begin(file_id), file_id)
+    async def writing(self, owner: str | None, file_id: str, batch_id: str | None = None) -> AsyncIterator[Upload]:
+        """Yield the same, with an id and without limits, for what the server itself writes: results have room.
+
+        batch_id: it is kept only while this server has the lease of the batch.
+        """
+        upload = Upload(self, owner, await self._store.begin(file_id, batch_id), file_id)
         try:
             yield upload
         finally:
@@ -208,8 +205,7 @@ class Files:
     async def delete(self, record: FileRecord) -> None:
         """Delete a file. Raises ServiceError if a batch needs it."""
         if self._num_readers[record.file_id]:
-            message = f"file {record.file_id!r} is the input of a batch that has not ended: cancel the batch first"
-            raise ServiceError("file_in_use", message, param="id")
+            raise in_use(record.file_id)
         await self._store.forget(record.file_id)
         self._drop(record.file_id)
 
@@ -219,7 +215,8 @@ class Files:
             try:
                 await self.delete(record)
             except FileStoreError as error:
-                logger.warning("cannot delete the expired file %s: %s", record.file_id, error)
+                if error.code != FILE_IN_USE:
+                    logger.warning("cannot delete the expired file %s: %s", record.file_id, error)
 
     def _is_over(self, record: FileRecord) -> bool:
         is_late = record.expires_at is not None and record.expires_at <= self._clock()

@@ -40,7 +40,7 @@ class FolderFileStore(FileStore):
             return []  # made with the first file
         return await self._run(_load)
 
-    async def begin(self, file_id: str) -> NewContent:
+    async def begin(self, file_id: str, batch_id: str | None = None) -> NewContent:
         """Begin a file."""
         path, file = await self._run(lambda folder: _begin(folder, file_id))
         return _NewFile(self, path, file)

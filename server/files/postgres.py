@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, cast
 from uuid import UUID, uuid4
 
 from gptserve.server.files.files import PIECE_BYTES
-from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent, SharedFiles
-from gptserve.server.jobs.postgres.beside import Beside, Row
+from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent, SharedFiles, in_use
+from gptserve.server.jobs.postgres.beside import Beside, ForeignKeyViolation, Row
 from gptserve.server.jobs.store import JobStoreError
 
 PATIENCE_S = 60.0  # that whoever reads a file waits for a database that is away
@@ -32,7 +32,11 @@ WHERE c.id = %(content)s ON CONFLICT (content, place) DO UPDATE SET data = exclu
 KEEP = f"""
 {_ME},
 mine AS (
-    UPDATE gptserve.contents c SET replica = NULL FROM me WHERE c.id = %(content)s AND c.replica = me.id RETURNING c.id
+    UPDATE gptserve.contents c SET replica = NULL FROM me WHERE c.id = %(content)s AND c.replica = me.id
+    AND (%(batch_id)s::text IS NULL OR EXISTS (
+        SELECT FROM gptserve.batch_leases l WHERE l.batch_id = %(batch_id)s AND l.replica = me.id
+    ))
+    RETURNING c.id
 )
 INSERT INTO gptserve.files ({", ".join(_COLUMNS)}, content)
 SELECT {", ".join(f"%({name})s" for name in _COLUMNS)}, mine.id FROM mine RETURNING file_id
@@ -74,11 +78,11 @@ class PostgresFileStore(FileStore, SharedFiles):
         """Return the files with these ids."""
         return [FileRecord(*row) for row in await self._rows(FIND, file_ids=list(file_ids))]
 
-    async def begin(self, file_id: str) -> NewContent:
+    async def begin(self, file_id: str, batch_id: str | None = None) -> NewContent:
         """Begin a file; its id is not taken before it is kept."""
         content = uuid4()
         await self._rows(f"{BEGIN} RETURNING id", content=content)
-        return _NewContent(self, content)
+        return _NewContent(self, content, batch_id)
 
     async def open(self, file_id: str) -> BinaryIO:
         """Return the bytes of a file, which are read a piece at a time."""
@@ -91,7 +95,10 @@ class PostgresFileStore(FileStore, SharedFiles):
 
     async def forget(self, file_id: str) -> None:
         """Delete a file. PostgreSQL's autovacuum reuses its space."""
-        await self._rows(f"{FORGET} RETURNING id", file_id=file_id)
+        try:
+            await self._rows(f"{FORGET} RETURNING id", file_id=file_id)
+        except ForeignKeyViolation as error:  # of a lease
+            raise in_use(file_id) from error
 
     async def close(self) -> None:
         """Close the connections, which the store of batches has, too."""
@@ -107,8 +114,8 @@ class PostgresFileStore(FileStore, SharedFiles):
 class _NewContent(NewContent):
     """Pieces of PIECE_BYTES, the last one of what is left."""
 
-    def __init__(self, store: PostgresFileStore, content: UUID) -> None:
-        self._store, self._content = store, content
+    def __init__(self, store: PostgresFileStore, content: UUID, batch_id: str | None) -> None:
+        self._store, self._content, self._batch_id = store, content, batch_id
         self._place = 0
         self._rest = bytearray()
         self._is_kept = False
@@ -123,7 +130,7 @@ class _NewContent(NewContent):
         """Write what is left, and the record. The answer may have been lost, and the file been kept."""
         if self._rest:
             await self._write_piece()
-        values = asdict(record) | {"content": self._content}
+        values = asdict(record) | {"content": self._content, "batch_id": self._batch_id}
         if not await self._store._rows(KEEP, **values) and not await self._store._rows(IS_KEPT, **values):
             raise _was_away()
         self._is_kept = True

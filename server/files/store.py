@@ -17,8 +17,23 @@ Purpose = Literal["batch", "batch_output"]
 class FileStoreError(ServiceError):
     """The store cannot be opened, read or written; the message is the cause in one sentence."""
 
-    def __init__(self, message: str, code: str = "journal_failed", retry_after_s: int | None = None) -> None:
-        super().__init__(code, message, retry_after_s=retry_after_s)
+    def __init__(
+        self,
+        message: str,
+        code: str = "journal_failed",
+        retry_after_s: int | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(code, message, param=param, retry_after_s=retry_after_s)
+
+
+FILE_IN_USE = "file_in_use"
+
+
+def in_use(file_id: str) -> FileStoreError:
+    """Return the error for a file that cannot be deleted now."""
+    message = f"file {file_id!r} is the input of a batch that has not ended: cancel the batch first"
+    return FileStoreError(message, FILE_IN_USE, param="id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +94,11 @@ class FileStore(Protocol):
     async def load(self) -> list[FileRecord]:
         """Take the lease; return all files, oldest first. What was begun and not kept is deleted."""
 
-    async def begin(self, file_id: str) -> NewContent:
-        """Begin a file, whose id is new or that of a file that was discarded."""
+    async def begin(self, file_id: str, batch_id: str | None = None) -> NewContent:
+        """Begin a file, whose id is new or that of a file that was discarded.
+
+        batch_id: a shared store keeps it only while this server has the lease of the batch that writes it.
+        """
 
     async def open(self, file_id: str) -> BinaryIO:
         """Return the bytes of a file that is kept: a stream that can seek, for threads only. Its caller closes it.
@@ -90,7 +108,10 @@ class FileStore(Protocol):
         """
 
     async def forget(self, file_id: str) -> None:
-        """Delete a file and free its space. An unknown one is passed over."""
+        """Delete a file and free its space. An unknown one is passed over.
+
+        A shared store raises the code file_in_use for the input of a batch that has not ended at any server.
+        """
 
     async def close(self) -> None:
         """Give up the lease. May be called twice; no other call may follow."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from psycopg import AsyncConnection
+from psycopg.errors import ForeignKeyViolation as ForeignKeyViolation
 
 from gptserve.server.jobs.postgres.connections import Connections
 from gptserve.server.jobs.postgres.membership import Membership

@@ -65,7 +65,28 @@ CREATE TABLE gptserve.files (
     content uuid NOT NULL UNIQUE REFERENCES gptserve.contents ON DELETE CASCADE
 );
 """
-STEPS = (_COMPLETIONS, _FILES)
+_BATCHES = """
+CREATE TABLE gptserve.batch_records (
+    batch_id text PRIMARY KEY, created bigint NOT NULL, status text NOT NULL, record text NOT NULL, cancelled_at bigint
+);
+CREATE TABLE gptserve.batch_leases (
+    batch_id text PRIMARY KEY REFERENCES gptserve.batch_records ON DELETE CASCADE,
+    input_file_id text NOT NULL REFERENCES gptserve.files, fingerprint text NOT NULL, created bigint NOT NULL,
+    replica uuid REFERENCES gptserve.replicas ON DELETE SET NULL, num_completed integer NOT NULL DEFAULT 0,
+    num_failed integer NOT NULL DEFAULT 0, num_bytes bigint NOT NULL DEFAULT 0
+);
+CREATE INDEX ON gptserve.batch_leases (replica);
+CREATE INDEX ON gptserve.batch_leases (input_file_id);
+CREATE TABLE gptserve.batch_results (
+    batch_id text NOT NULL REFERENCES gptserve.batch_records ON DELETE CASCADE, n integer NOT NULL,
+    failed boolean NOT NULL, result text NOT NULL, PRIMARY KEY (batch_id, n)
+);
+CREATE TABLE gptserve.batch_begun (
+    batch_id text NOT NULL REFERENCES gptserve.batch_records ON DELETE CASCADE, n integer NOT NULL,
+    replica uuid NOT NULL, PRIMARY KEY (batch_id, n, replica)
+);
+"""
+STEPS = (_COMPLETIONS, _FILES, _BATCHES)
 """What each version adds to the one before it, which servers of that one pass over while they run."""
 SCHEMA_VERSION = len(STEPS)
 

@@ -170,12 +170,6 @@ def test_what_begins_a_batch_is_checked(serve: Serve) -> None:
         assert create(input_file_id=done.output_file_id)[3] == says
 
 
-def test_one_of_several_servers_says_that_it_has_only_its_own(serve: Serve) -> None:
-    with sync_client(serve(FakeEngineClient(), state_url="postgresql://name@host/data")) as client:
-        says = "batch 'batch_0' does not exist; --state-url shares no batches: only the server that has it knows it"
-        assert refused(lambda: client.batches.retrieve("batch_0"))[3] == says
-
-
 def test_batches_are_listed_page_by_page(serve: Serve) -> None:
     with sync_client(serve(FakeEngineClient())) as client:
         made = [end_of(client, begin(client, line("a"))).id for _ in range(3)]
