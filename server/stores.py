@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from gptserve.server.batches.folder import FolderBatchStore
-from gptserve.server.batches.store import BatchStore
-from gptserve.server.core.settings import ServerSettings
+from gptserve.server.batches.store import BatchStore, BatchStoreError
+from gptserve.server.core.settings import ServerSettings, StateSync
 from gptserve.server.files.folder import FolderFileStore
-from gptserve.server.files.store import FileStore
+from gptserve.server.files.store import FileStore, FileStoreError
 from gptserve.server.jobs.sqlite.database import FILE_NAME
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore, JobStoreError
+
+_FILES, _BATCHES = "files", "batches"  # folders in that of the journal
 
 Stores = tuple[JobStore, FileStore, BatchStore]
 
@@ -25,8 +28,7 @@ def make_stores(settings: ServerSettings) -> Stores:
     """Return the stores of these settings, which have not been opened. The first is opened first, and closed last."""
     folder, sync = settings.state_dir, settings.state_sync
     if settings.state_url is None:
-        batches = FolderBatchStore(folder and folder / "batches", sync)
-        return SqliteJobStore(folder, sync), FolderFileStore(folder and folder / "files"), batches
+        return SqliteJobStore(folder, sync), *_beside(folder, sync)
     from gptserve.server.batches.postgres import PostgresBatchStore
     from gptserve.server.files.postgres import PostgresFileStore
     from gptserve.server.jobs.postgres.store import PostgresJobStore
@@ -35,48 +37,66 @@ def make_stores(settings: ServerSettings) -> Stores:
     return jobs, PostgresFileStore(jobs.beside), PostgresBatchStore(jobs.beside)
 
 
+def _beside(folder: Path | None, sync: StateSync = "full") -> tuple[FileStore, BatchStore]:
+    return FolderFileStore(folder and folder / _FILES), FolderBatchStore(folder and folder / _BATCHES, sync)
+
+
 def place_of(settings: ServerSettings) -> str:
     """Return the option that says where the store is."""
     return "state-dir" if settings.state_url is None else "state-url"
 
 
 async def import_folder(folder: Path, url: str) -> tuple[int, int]:
-    """Copy the completions of a folder into a database without any, while no server uses either.
+    """Copy all that a folder has into a database that has none, while no server uses either.
 
-    Returns their number, and how many of them have not ended. Raises JobStoreError; then the database is as before.
+    Returns the number of completions, and how many of these have not ended.
+
+    Raises JobStoreError; then the database is as before.
     """
+    from gptserve.server.batches.transfer import import_batches
     from gptserve.server.jobs.postgres.transfer import import_jobs
 
     if not (folder / FILE_NAME).exists():
         raise JobStoreError(f"{folder} has no journal")
     source = SqliteJobStore(folder)
+    files, batches = _beside(folder)
     try:
-        return await import_jobs(url, source)
+        return await import_jobs(url, source, partial(import_batches, files=files, batches=batches))
+    except (FileStoreError, BatchStoreError) as error:
+        raise JobStoreError(str(error)) from error
     finally:
-        await source.close()
+        for store in (source, files, batches):
+            await store.close()
 
 
 async def export_folder(url: str, folder: Path) -> tuple[int, int]:
-    """Copy the completions of a database that no server uses into a folder without any; returns as `import_folder`.
+    """Copy all of a database that no server uses into a folder that has none of it; returns as `import_folder`.
 
     Raises JobStoreError; then the folder has no journal.
     """
+    from gptserve.server.batches.transfer import export_batches
     from gptserve.server.jobs.postgres.transfer import export_jobs
 
     taken = JobStoreError(f"{folder} has a journal already; name another folder")
-    if (folder / FILE_NAME).exists():
+    if (folder / FILE_NAME).exists() or any((folder / name).exists() for name in (_FILES, _BATCHES)):
         raise taken
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as name:
             target = SqliteJobStore(Path(name), "full")
+            files, batches = _beside(Path(name))
             try:
-                counts = await export_jobs(url, target)
+                counts = await export_jobs(url, target, partial(export_batches, files=files, batches=batches))
             finally:
-                await target.close()
+                for store in (target, files, batches):
+                    await store.close()
+            for part in (_FILES, _BATCHES):
+                os.rename(Path(name) / part, folder / part)
             os.link(Path(name) / FILE_NAME, folder / FILE_NAME)  # all of it at once, and over no other
     except FileExistsError as error:
         raise taken from error
+    except (FileStoreError, BatchStoreError) as error:
+        raise JobStoreError(str(error)) from error
     except OSError as error:
         raise JobStoreError(f"{folder} cannot be written: {error.strerror}") from error
     return counts

@@ -149,7 +149,7 @@ class PostgresBatchStore(BatchStore, SharedBatches):
 
     async def load(self) -> list[BatchRecord]:
         """Return all batches. Which of them are this server's, `hold` says."""
-        return [_shared(row).record for row in await self._rows(FIND_ALL)]
+        return [to_shared(row).record for row in await self._rows(FIND_ALL)]
 
     async def add(self, record: BatchRecord, fingerprint: str) -> None:
         """Add a batch, with a lease of this server, which holds its input file."""
@@ -232,7 +232,7 @@ class PostgresBatchStore(BatchStore, SharedBatches):
 
     async def find(self, batch_ids: Collection[str]) -> list[SharedBatch]:
         """Return the batches with these ids."""
-        return [_shared(row) for row in await self._rows(FIND, batch_ids=list(batch_ids))]
+        return [to_shared(row) for row in await self._rows(FIND, batch_ids=list(batch_ids))]
 
     async def hold(self, fingerprints: Collection[str], limit: int) -> Mapping[str, bool]:
         """Take leases if there are any to take, and return the batches of this server."""
@@ -271,7 +271,7 @@ def _values(record: BatchRecord) -> dict[str, Any]:
     return {"batch_id": record.batch_id, "status": record.status, "record": json.dumps(asdict(record))}
 
 
-def _shared(row: Row) -> SharedBatch:
+def to_shared(row: Row) -> SharedBatch:
     """Return the batch in a row of FIND. Its holder may not know yet that it is to be cancelled."""
     text, cancelled_at, *results = row
     record = batch_of(json.loads(text))

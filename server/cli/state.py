@@ -21,8 +21,8 @@ def add_state_command(commands: argparse._SubParsersAction[Parser]) -> Parser:
     parser = commands.add_parser(
         "state",
         help="move stored completions from a folder into a database, or back",
-        description="Copy all stored completions of a --state-dir into an empty database for --state-url, or back, "
-        "while no server uses either. Files and batches stay where they are.",
+        description="Copy all stored completions, files and batches of a --state-dir into an empty database for "
+        "--state-url, or back, while no server uses either.",
     )
     parser.add_argument("DIRECTION", choices=["import", "export"], help="into the database, or out of it")
     parser.add_argument("FOLDER", type=Path, help="a --state-dir: to import from, or a new one to export into")

@@ -41,6 +41,10 @@ mine AS (
 INSERT INTO gptserve.files ({", ".join(_COLUMNS)}, content)
 SELECT {", ".join(f"%({name})s" for name in _COLUMNS)}, mine.id FROM mine RETURNING file_id
 """
+INSERT = f"""
+INSERT INTO gptserve.files ({", ".join(_COLUMNS)}, content)
+VALUES ({", ".join(f"%({name})s" for name in _COLUMNS)}, %(content)s) RETURNING file_id
+"""
 IS_KEPT = "SELECT file_id FROM gptserve.files WHERE file_id = %(file_id)s AND content = %(content)s"
 DISCARD = "DELETE FROM gptserve.contents WHERE id = %(content)s"
 FORGET = "DELETE FROM gptserve.contents USING gptserve.files f WHERE f.file_id = %(file_id)s AND id = f.content"

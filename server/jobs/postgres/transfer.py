@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -24,23 +25,29 @@ from gptserve.server.jobs.postgres.schema import ENCODING, prepare
 from gptserve.server.jobs.records import CompletionRecord, EndRecord, OutputBatch, StoredJob, encode_outputs
 from gptserve.server.jobs.store import JobStore, JobStoreError, cancelled
 
+Execute = Callable[..., Awaitable[list[tuple[Any, ...]]]]
+"""Executes a statement with values by name, and returns its rows."""
 Read = Callable[[str, int, int], Awaitable[list[OutputBatch]]]
 PAGE = 64  # batches that are read at once
 _LIVING = (
     "SELECT count(*) FROM gptserve.replicas WHERE heartbeat_at >= clock_timestamp() - make_interval(secs => ttl_s)"
 )
+_ANY = """
+SELECT 1 WHERE EXISTS (SELECT FROM gptserve.completions) OR EXISTS (SELECT FROM gptserve.files)
+OR EXISTS (SELECT FROM gptserve.batch_records)
+"""
 _BATCH = "INSERT INTO gptserve.batches VALUES (%s, %s, %s, %s, %s)"
 
 
-async def import_jobs(url: str, source: JobStore) -> tuple[int, int]:
-    """Copy all completions of a store into a database that has none.
+async def import_jobs(url: str, source: JobStore, rest: Callable[[Execute], Awaitable[None]]) -> tuple[int, int]:
+    """Copy all completions of a store into a database that has none, then what `rest` copies.
 
     Returns their number, and of how many the servers of the database are to go on with. Raises JobStoreError.
     """
     stored_jobs = await source.load()
     async with _without_servers(url) as connection:
-        if await (await connection.execute("SELECT FROM gptserve.completions LIMIT 1")).fetchone() is not None:
-            raise JobStoreError("the database has completions already; name an empty one")
+        if await _rows(connection, _ANY):
+            raise JobStoreError("the database has completions, files or batches already; name an empty one")
         replica = uuid4()  # of none that lives: attempts name whoever made them
         for stored in stored_jobs:
             record = await source.read_record(stored.record.completion_id)
@@ -54,11 +61,15 @@ async def import_jobs(url: str, source: JobStore) -> tuple[int, int]:
                     num_tokens += sum(len(output.token_ids) for output in outputs)
                     rows.append((record.completion_id, n, text, num_bytes, num_tokens))
                 await connection.cursor().executemany(_BATCH.encode(), rows)
+        await rest(partial(_rows, connection))
     return len(stored_jobs), sum(stored.end is None for stored in stored_jobs)
 
 
-async def export_jobs(url: str, target: JobStore) -> tuple[int, int]:
-    """Copy all completions of a database into an empty store; return as `import_jobs` does. Raises JobStoreError."""
+async def export_jobs(url: str, target: JobStore, rest: Callable[[Execute], Awaitable[None]]) -> tuple[int, int]:
+    """Copy all completions of a database into an empty store, then the rest; return as `import_jobs` does.
+
+    Raises JobStoreError.
+    """
     async with _without_servers(url) as connection:
         shared_jobs = [sql.to_shared(row) for row in await _rows(connection, sql.FIND_ALL)]
         num_unfinished = 0
@@ -82,6 +93,7 @@ async def export_jobs(url: str, target: JobStore) -> tuple[int, int]:
             if end is not None:
                 await target.end(stored.record.completion_id, end)
             num_unfinished += end is None
+        await rest(partial(_rows, connection))
     return len(shared_jobs), num_unfinished
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gptserve.server.files.files import PIECE_BYTES
 from gptserve.server.jobs.postgres.schema import SCHEMA_VERSION
 from gptserve.server.jobs.postgres.store import PostgresJobStore
 from gptserve.server.jobs.postgres.transfer import PAGE
@@ -19,8 +20,11 @@ from gptserve.server.jobs.records import EndStatus
 from gptserve.server.jobs.sqlite.database import FILE_NAME
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore, JobStoreError
-from gptserve.server.stores import export_folder, import_folder
+from gptserve.server.stores import export_folder, import_folder, make_stores
 from tests.postgres_server import PostgresServer
+from tests.server.app_options import app_settings
+from tests.server.batches.test_store import FILE
+from tests.server.batches.test_store import RECORD as BATCH
 from tests.server.jobs.test_store import END, OUTPUTS, RECORD
 
 NUM_BATCHES = 2 * PAGE + 1
@@ -82,7 +86,7 @@ def test_all_completions_are_in_the_database_and_then_in_another_folder_as_they_
     asyncio.run(test())
     assert (tmp_path / "to").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "to" / FILE_NAME).stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in (tmp_path / "to").iterdir()] == [FILE_NAME]
+    assert {path.name for path in (tmp_path / "to").iterdir()} == {FILE_NAME, "files", "batches"}
 
 
 def test_the_servers_of_the_database_find_keys_and_go_on_with_what_has_not_ended(
@@ -164,7 +168,9 @@ def test_nothing_is_exported_while_a_server_runs_but_of_a_silent_one(postgres_ur
 def test_neither_side_is_written_over(folder: Path, postgres_url: str) -> None:
     async def test() -> None:
         await import_folder(folder, postgres_url)
-        with pytest.raises(JobStoreError, match=r"^the database has completions already; name an empty one$"):
+        with pytest.raises(
+            JobStoreError, match=r"^the database has completions, files or batches already; name an empty one$"
+        ):
             await import_folder(folder, postgres_url)
         with pytest.raises(JobStoreError) as raised:
             await export_folder(postgres_url, folder)
@@ -218,3 +224,50 @@ def test_of_what_cannot_be_read_nothing_is_moved(
 
     asyncio.run(test())
     assert PostgresServer.execute_at(postgres_url, "SELECT count(*) FROM gptserve.completions") == [(0,)]
+
+
+def test_files_and_batches_move_there_and_back(folder: Path, postgres_url: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        data = b"x" * (2 * PIECE_BYTES + 1)
+        files = [replace(FILE, file_id="file-0", num_bytes=0), replace(FILE, num_bytes=len(data), expires_at=9)]
+        ended = replace(BATCH, batch_id="batch_0", status="completed", times={"completed": 5}, output_file_id="file-0")
+        running = replace(BATCH, status="in_progress", num_lines=50)
+        _, of_files, of_batches = make_stores(app_settings(state_dir=folder))
+        for record, content in zip(files, (b"", data), strict=True):
+            new = await of_files.begin(record.file_id)
+            await new.write(content)
+            await new.keep(record)
+        for batch in (ended, running):
+            await of_batches.add(batch, "f")
+        for n in range(1, 40):
+            await of_batches.add_result("batch_1", n, f'{{"n":{n}}}', failed=n % 4 == 3)
+        for n in (41, 42, 42):
+            await of_batches.begin_line("batch_1", n)
+        before = await of_batches.results("batch_1")
+        await of_files.close()
+        await of_batches.close()
+
+        assert await import_folder(folder, postgres_url) == (5, 2)
+        with pytest.raises(JobStoreError, match="the database has completions, files or batches already"):
+            await import_folder(folder, postgres_url)
+        assert await export_folder(postgres_url, tmp_path / "to") == (5, 2)
+
+        for settings in (app_settings(state_dir=tmp_path / "to"), app_settings(state_url=postgres_url)):
+            jobs, of_files, of_batches = make_stores(settings)
+            await jobs.open()
+            assert await of_files.load() == files
+            with await of_files.open("file-1") as file:
+                assert await asyncio.to_thread(file.read) == data
+            assert await of_batches.load() == [ended, running]
+            found = await of_batches.results("batch_1")
+            assert (found.state, found.begun) == (before.state, before.begun)
+            with await of_batches.read_results("batch_1", failed=True) as lines:
+                assert await asyncio.to_thread(list, lines) == [(n, b'{"n":%d}\n' % n) for n in range(3, 40, 4)]
+            if of_batches.sharing is not None:
+                [found_running] = await of_batches.sharing.find(["batch_1"])
+                assert found_running[:3] == (running, 29, 10)
+                assert await of_batches.sharing.hold([], 1) == {"batch_1": False}, "whoever comes goes on with it"
+            for store in (jobs, of_files, of_batches):
+                await store.close()
+
+    asyncio.run(test())
