@@ -69,7 +69,8 @@ class Experts:
     router: Router = Router()
     num_shared: int = 0
     has_shared_gate: bool = False
-    """The weight of the shared experts is the sigmoid of one more logit of the router, not 1."""
+    """The weight of the shared experts is the sigmoid of one more logit of the router, not `shared_weight`."""
+    shared_weight: float = 1.0
 
     @property
     def num_all(self) -> int:

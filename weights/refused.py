@@ -18,7 +18,7 @@ ENCODER_DECODERS = (
     *("seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma", "umt5", "whisper"),
 )
 WITH_IMAGES = (
-    *("aria", "audioflamingo3", "aya_vision", "blip", "blip-2", "chameleon", "cohere2_vision", "deepseek_vl"),
+    *("aria", "audioflamingo3", "aya_vision", "blip", "blip-2", "chameleon", "deepseek_vl"),
     *("deepseek_vl_hybrid", "deepseek_vl_v2", "emu3", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm"),
     *("florence2", "fuyu", "git", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision"),
     *("granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics"),
@@ -78,7 +78,6 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
     WITH_OTHER_TOKENIZERS: "has a tokenizer that only Python code of transformers reads",
     ("gemma4_assistant", "gemma4_unified_assistant"): "drafts for a Gemma 4, whose keys and values it reads",
     ("blt",): "reads bytes in patches that another model finds: that is not computed",
-    ("cohere2_moe",): "takes the mean of its shared and its chosen experts: that is not computed",
     ("dbrx",): "has all experts of a layer in one matrix: they are not read",
     ("diffllama",): "subtracts one attention from another: that is not computed",
     ("doge",): "attends to keys that a mask of its own chooses: that is not computed",

@@ -55,9 +55,10 @@ def route(shape: Experts, logits_TL: Tensor, correction_E: Tensor | None = None)
         return chosen_TK, weights_TK
     size = len(logits_TL), shape.num_shared
     shared_TK = torch.arange(shape.num, shape.num_all, device=logits_TL.device).expand(size)
-    gates_TK = (
-        sigmoid(logits_TL[:, shape.num :].float()).expand(size) if shape.has_shared_gate else weights_TK.new_ones(size)
-    )
+    if shape.has_shared_gate:
+        gates_TK = sigmoid(logits_TL[:, shape.num :].float()).expand(size)
+    else:
+        gates_TK = weights_TK.new_full(size, shape.shared_weight)
     return torch.cat([chosen_TK, shared_TK], 1), torch.cat([weights_TK, gates_TK], 1)
 
 

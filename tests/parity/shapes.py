@@ -432,6 +432,29 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "Command A that sees": (
+        "cohere2_vision",
+        _with_vision(
+            {**_DEEP, "model_type": "cohere2", "head_dim": 16, "pad_token_id": 0, "logit_scale": 1.0},
+            {**_SEEING, "model_type": "siglip_vision_model"},
+        ),
+    ),
+    "Command A+ that sees": (
+        "cohere2_vision",
+        _with_vision(
+            {
+                **_LLAMA,
+                "model_type": "cohere2_moe",
+                "head_dim": 16,
+                "pad_token_id": 0,
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "num_shared_experts": 2,
+                "logit_scale": 1.0,
+            },
+            {**_SEEING, "model_type": "siglip_vision_model"},
+        ),
+    ),
     "Mistral 3 that sees": (
         "mistral3",
         _with_vision(
@@ -475,6 +498,34 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Command R7B, past its window": (
         "cohere2",
         {**_DEEP, "head_dim": 16, "pad_token_id": 0, "sliding_window": 11, "logit_scale": 0.3},
+    ),
+    "Command A+, past its window": (
+        "cohere2_moe",
+        {
+            **_DEEP,
+            "head_dim": 16,
+            "sliding_window": 11,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+            "logit_scale": 0.3,
+        },
+    ),
+    "Command A+, a dense first layer": (
+        "cohere2_moe",
+        {
+            **_DEEP,
+            "head_dim": 16,
+            "sliding_window": 11,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 64,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "Granite": ("granite", _GRANITE),
     "Granite Swash, past its window": ("granite_swa", _SWASH),

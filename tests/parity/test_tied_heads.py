@@ -23,7 +23,7 @@ EMBEDS = {
     "opt": "model.decoder.embed_tokens.weight",
     "gemma3": "language_model.model.embed_tokens.weight",
     "mistral3": "language_model.model.embed_tokens.weight",
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "model.language_model.embed_tokens.weight"),
+    **dict.fromkeys(("cohere2_vision", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.embed_tokens.weight"),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "mpt"), "transformer.wte.weight"),
 }
 HEADS = {

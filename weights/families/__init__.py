@@ -16,7 +16,7 @@ from gptserve.weights.families.apertus import APERTUS
 from gptserve.weights.families.arcee import ARCEE
 from gptserve.weights.families.bloom import BLOOM
 from gptserve.weights.families.codegen import CODEGEN
-from gptserve.weights.families.cohere import COHERE, COHERE2
+from gptserve.weights.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.cwm import CWM
 from gptserve.weights.families.ernie4_5 import ERNIE4_5
@@ -68,8 +68,8 @@ from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
 from gptserve.weights.families.starcoder2 import STARCODER2
+from gptserve.weights.families.with_vision import COHERE2_VISION, MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from gptserve.weights.families.with_vision import GEMMA3 as GEMMA3_WITH_VISION
-from gptserve.weights.families.with_vision import MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized import stored_types
@@ -127,8 +127,18 @@ FAMILIES: dict[str, Family] = {
             STARCODER2,
         ),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, HUNYUAN_MOE),
-        *(GRANITE_MOE_SHARED, GRANITE_MOE_SWA, SOLAR_OPEN, EXAONE_MOE, HY_V3, MELLUM, FLINT, FLEX_OLMO),
-        *(GEMMA3_WITH_VISION, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, NANOCHAT, NANOGPT),
+        *(COHERE2_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, SOLAR_OPEN, EXAONE_MOE, HY_V3, MELLUM, FLINT, FLEX_OLMO),
+        *(
+            GEMMA3_WITH_VISION,
+            COHERE2_VISION,
+            MISTRAL3,
+            QWEN2_VL,
+            QWEN2_5_VL,
+            QWEN3_VL,
+            QWEN3_VL_MOE,
+            NANOCHAT,
+            NANOGPT,
+        ),
     )
 }
 

@@ -87,7 +87,7 @@ OFF_NAMES = frozenset(
         *("pruned_heads", "tf_legacy_loss", "tie_encoder_decoder"),
         # choices that remote code or another family has
         *("attn_uses_sequence_id", "full_attn_mod", "interpolate_factor", "learned_embeddings", "lm_head_bias"),
-        *("hidden_activation", "mlp_bias", "qk_layernorm", "rope_interleaved", "rope_scaling"),
+        *("hidden_activation", "mlp_bias", "qk_layernorm", "quantization_config", "rope_interleaved", "rope_scaling"),
         *("rotary_scaling_factor", "sliding_window", "use_bidirectional_attention", "use_mrope", "use_sliding_window"),
     )
 )

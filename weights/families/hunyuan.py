@@ -56,7 +56,7 @@ def _read_v3(raw: RawConfig) -> ModelConfig:
     for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         raw.forbid(name, True, _OTHERS)
     raw.skip(*(f"enable_{name}" for name in ("moe_fp32_combine", "lm_head_fp32", "attention_fp32_softmax")))
-    raw.skip("num_nextn_predict_layers")
+    raw.skip("num_nextn_predict_layers", "use_grouped_mm")
     config = read_llama_config(raw)
     num = read_num_experts(raw, ("num_experts", "num_local_experts"), config.num_layers, 192)
     scale = raw.positive("router_scaling_factor", default=2.826)

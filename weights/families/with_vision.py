@@ -1,8 +1,9 @@
-"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3. What sees is left out.
+"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3, Command A. What sees is left out.
 
 Their text models are those of other families. config.json has their fields in `text_config`, where those that are
 absent have the defaults of transformers' class; older files of Qwen have them beside the others. Text has one position
-in all three parts of Qwen's rotation, so this is the usual one.
+in all three parts of Qwen's rotation, so this is the usual one. Logits of Cohere's are scaled as without images, and as
+in vLLM; transformers' class that sees leaves the factor out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import UnsupportedModelError, shown
+from gptserve.weights.families.cohere import COHERE2, COHERE2_MOE
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
 from gptserve.weights.families.mistral import MINISTRAL3, MISTRAL
@@ -22,6 +24,7 @@ PREFIXES = ("model.language_model.", "language_model.model.", "language_model.",
 OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
+    *("alignment_intermediate_size", "downsample_factor"),
 )
 IGNORED = r"(visual|vision_tower|vision_model|multi_modal_projector)\..*"
 
@@ -99,6 +102,19 @@ GEMMA3 = _text_of(
     num_attention_heads=8,
     max_position_embeddings=131_072,
     sliding_window=4096,
+)
+COHERE2_VISION = _text_of(
+    "cohere2_vision",
+    COHERE2,
+    COHERE2_MOE,
+    models="text of Command A Vision and A+",
+    tied_head=True,
+    vocab_size=256_000,
+    hidden_size=8192,
+    intermediate_size=22_528,
+    num_hidden_layers=40,
+    num_attention_heads=64,
+    max_position_embeddings=8192,
 )
 QWEN2_VL = _text_of("qwen2_vl", QWEN2, models="Qwen2-VL's text", tied_head=False, **_QWEN2_VL)
 QWEN2_5_VL = _text_of("qwen2_5_vl", QWEN2, models="Qwen2.5-VL's text", tied_head=False, **_QWEN2_VL)

@@ -78,7 +78,7 @@ class Router(Structure):
     _fields_ = native.members(
         (c_void_p, "correction"),
         (c_int64, "num_groups num_active_groups"),
-        (c_float, "min_sum scale"),
+        (c_float, "min_sum scale shared_weight"),
         (c_int32, "plain sigmoid renormalised shared_gate"),
     )
 
@@ -114,6 +114,7 @@ def router_data(experts: Mixture, correction: int | None) -> Router:
         num_active_groups=router.num_active_groups,
         min_sum=router.min_sum,
         scale=router.scale,
+        shared_weight=experts.shared_weight,
         plain=router.is_plain,
         sigmoid=router.score == "sigmoid",
         renormalised=router.renormalised,

@@ -122,5 +122,6 @@ def test_experts_are_chosen_within_the_best_groups_of_which_the_first_is_better(
 
 def test_shared_experts_follow_the_chosen_with_their_own_weight() -> None:
     assert routed(Experts(3, 1, num_shared=2), 0.0, 1.0, 0.0) == {1: 1.0, 3: 1.0, 4: 1.0}
+    assert routed(Experts(3, 1, num_shared=2, shared_weight=0.5), 0.0, 1.0, 0.0) == {1: 1.0, 3: 0.5, 4: 0.5}
     gated = Experts(3, 1, num_shared=1, has_shared_gate=True)
     assert routed(gated, 0.0, 1.0, 0.0, 2.0) == {1: 1.0, 3: pytest.approx(1 / (1 + math.exp(-2)))}

@@ -54,6 +54,31 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"bos_token_id": 128000, "pad_token_id": 128001, "_attn_implementation_autoset": True},
         },
     ),
+    "an early K-EXAONE": (
+        {"model_type": "exaone_moe", **SHAPES["K-EXAONE, past its window"][1]},
+        {
+            **{"first_last_k_dense_replace": 1, "is_moe_layer": [False, True, True, True], "scoring_func": "sigmoid"},
+            **{"layer_types": [*["sliding_attention"] * 3, "full_attention"], "sliding_window_pattern": "LLLG"},
+            **{"topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "quantization_config": None},
+        },
+    ),
+    "Hy3": (
+        {"model_type": "hy_v3", **SHAPES["Hy3"][1]},
+        {
+            **{"enable_attention_fp32_softmax": False, "enable_lm_head_fp32": True, "enable_moe_fp32_combine": False},
+            **{"expert_hidden_dim": 32, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "qk_norm": True},
+            **{"moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "route_norm": True},
+            **{"use_grouped_mm": False},
+        },
+    ),
+    "HyperCLOVA X": (
+        {"model_type": "hyperclovax", **SHAPES["HyperCLOVA X"][1]},
+        {"resid_pdrop": 0.2, "residual_multiplier": 1.0, "end_token_id": 1, "pretraining_tp": 1, "use_post_norm": True},
+    ),
+    "IQuest-Coder": (
+        {"model_type": "iquestcoder", **SHAPES["IQuest-Coder"][1]},
+        {"clip_qkv": None, "max_window_layers": 0, "sliding_window": None, "use_sliding_window": False},
+    ),
     "a fine-tune by unsloth": (LLAMA, {"unsloth_fixed": True, "unsloth_version": "2025.8.1", "mlp_bias": False}),
     "for a browser": (LLAMA, {"transformers.js_config": {"dtype": {"q4": "x"}}, "head_dim": 128}),
     "an early Llama": (LLAMA, {"max_sequence_length": 2048, "pad_token_id": -1, "rope_interleaved": False}),
@@ -188,7 +213,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 """What no model can be without, where transformers' class has no value, or one outside of its vocabulary."""
 
 
-SEEING = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+SEEING = ("cohere2_vision", "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Their modeling files read the fields of what sees, too; the fields of their text have tests as families of text."""
 
 

@@ -469,6 +469,14 @@ def test_a_qwen_that_sees_is_read_in_its_older_form(tmp_path: Path) -> None:
     )
 
 
+def test_a_cohere_that_sees_scales_its_logits_as_its_text_alone(tmp_path: Path) -> None:
+    model_type, fields = SHAPES["Command A that sees"]
+    text = {**fields["text_config"], "logit_scale": 0.3}
+    for raw in ({**fields, "model_type": model_type, "text_config": text}, text):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert load_config(tmp_path).logit_scale == 0.3
+
+
 def test_bloom_is_read_under_its_older_names(tmp_path: Path) -> None:
     new = {"model_type": "bloom", "vocab_size": 50, "hidden_size": 8, "n_layer": 1, "n_head": 2, "seq_length": 64}
     old = {name: value for name, value in new.items() if name not in ("hidden_size", "n_head")}

@@ -112,10 +112,11 @@ struct Router {
     const float* correction;  // [num] of the experts that are chosen, or null
     int64_t num_groups, num_active_groups;
     float min_sum, scale;
+    float shared_weight;  // of each shared expert without a gate
     int32_t plain;        // whether the choice is that of the highest logits, and a softmax gives all weights
     int32_t sigmoid;      // whether a score is the sigmoid of a logit, not of the softmax of all
     int32_t renormalised;
-    int32_t shared_gate;  // whether the weight of shared experts is the sigmoid of the last logit, not 1
+    int32_t shared_gate;  // whether the weight of shared experts is the sigmoid of the last logit
 };
 
 // A mixture of experts: the weighted sum of the outputs of the num_active experts with a row's highest scores, and of

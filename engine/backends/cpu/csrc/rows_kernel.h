@@ -325,7 +325,7 @@ static void choose(const Operation& op, const Program& program, const Step&, int
         find_best(experts.num, experts.num_active, get, routes.weights, routes.experts);
         weigh_scores(experts, routes, scores);
     }
-    float gate = 1.f;
+    float gate = router.shared_weight;
     if (router.shared_gate) store(&gate, 1, times_sigmoid(broadcast(1.f), logits.get(experts.num, 1)));
     for (int64_t i = 0; i < experts.num_shared; i++) {
         routes.experts[experts.num_active + i] = (int32_t)(experts.num + i);

@@ -55,10 +55,11 @@ class Shape:
     router: Router = PLAIN
     num_shared: int = 0
     has_shared_gate: bool = False
+    shared_weight: float = 1.0
 
     @property
     def choice(self) -> Choice:
-        return Choice(self.num, self.num_active, self.router, self.num_shared, self.has_shared_gate)
+        return Choice(self.num, self.num_active, self.router, self.num_shared, self.has_shared_gate, self.shared_weight)
 
 
 class Mixture:
@@ -168,6 +169,9 @@ SHAPES = st.builds(
     st.sampled_from([0, 0, 1, 3]),
 )
 WITH_GATES = st.builds(lambda shape: replace(shape, has_shared_gate=shape.num_shared > 0), SHAPES)
+WITH_WEIGHTS = st.builds(
+    lambda shape, weight: replace(shape, shared_weight=weight), SHAPES, st.sampled_from([0.3, 0.5])
+)
 IN_GROUPS = st.builds(
     lambda router, groups: Shape(
         4 * groups[0], 3, router=replace(router, has_correction=True, num_groups=groups[0], num_active_groups=groups[1])
@@ -178,7 +182,7 @@ IN_GROUPS = st.builds(
 
 
 @given(
-    shape=st.one_of(SHAPES, WITH_GATES, IN_GROUPS),
+    shape=st.one_of(SHAPES, WITH_GATES, WITH_WEIGHTS, IN_GROUPS),
     variant=st.sampled_from(native.supported_variants(32) or ("generic",)),
     num_rows=st.sampled_from([1, 2, 3, 17, 80]),
     has_residual=st.booleans(),
