@@ -241,6 +241,7 @@ FROM gptserve.batch_records r LEFT JOIN gptserve.batch_leases l ON l.batch_id = 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("earlier", "later", "num_later", "state"),
     [

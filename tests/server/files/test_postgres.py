@@ -165,6 +165,7 @@ def test_a_file_that_is_deleted_while_it_is_read_ends_in_an_error(use_servers: U
     use_servers(test)
 
 
+@pytest.mark.slow
 def test_without_the_database_files_are_refused_until_it_is_back(
     use_servers: UseServers, postgres: PostgresServer
 ) -> None:
