@@ -56,9 +56,9 @@ logger = logging.getLogger(__name__)
 def serve(settings: ServerSettings) -> int:
     """Serve until a signal or the engine's death; return the exit status.
 
+    Before this, SIGTERM must raise KeyboardInterrupt, as SIGINT does.
     Raises StartError, WeightsError or EngineError when the server cannot start.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _bind(settings.host, settings.port) as listener:
         process = ServingProcess(settings, local_model(settings.model, settings.revision), listener)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.garbage import without_collections
 from gptserve.engine.process.loop import Report, StepEngine
-from gptserve.engine.runner.memory_ahead import populate_ahead, take_populated
 
 
 def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
@@ -19,6 +18,8 @@ def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
 
 def load_engine_first(config: EngineConfig, *, report: Report) -> StepEngine:
     """Load it, sooner, in a process that has done nothing else."""
+    from gptserve.engine.runner.memory_ahead import populate_ahead, take_populated
+
     populate_ahead(config)
     try:
         with without_collections():

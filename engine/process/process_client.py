@@ -7,20 +7,16 @@ loop never waits for the engine and wakes up once a step. The app makes one of `
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import multiprocessing
-import os
 import pickle
 import threading
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
-from gptserve.engine.child import ENGINE_NAME, describe_exit, end_with_parent, limit_spinning, start_deaf
+from gptserve.engine.child import describe_exit
 from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import LoopClient
-from gptserve.engine.process.loop import Command, EngineFactory, Shutdown, serve
+from gptserve.engine.process.engine_process import EngineProcess, take_process
+from gptserve.engine.process.loop import Command, EngineFactory, Shutdown
 
 SHUTDOWN_LIMIT_S = 5.0  # for the current step and the teardown of CUDA; an engine holds nothing worth a longer wait
 EXIT_LIMIT_S = 5.0  # the child's process must end within this after its pipe has
@@ -34,8 +30,7 @@ class ProcessClient(LoopClient):
     step. On Linux the parent is the thread that called `start`.
     """
 
-    _process: SpawnProcess
-    _connection: Connection
+    _engine: EngineProcess
 
     def __init__(self, factory: EngineFactory, *, shutdown_limit_s: float = SHUTDOWN_LIMIT_S) -> None:
         super().__init__(factory)
@@ -51,14 +46,10 @@ class ProcessClient(LoopClient):
             self._process.kill()
 
     def _launch(self) -> None:
-        factory = pickle.dumps(self._factory)
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = (os.getpid(), factory, theirs)
-        self._process = context.Process(target=_run_engine, args=arguments, name=ENGINE_NAME)
+        self._outbox.put(pickle.dumps(self._factory))
+        self._engine = take_process()
+        self._connection, self._process = self._engine.connection, self._engine.process
         try:
-            with theirs:  # once the child holds the only copy, the pipe ends with the child
-                start_deaf(self._process)
             self._writer.start()
             self._reader.start()
         except BaseException:
@@ -66,13 +57,10 @@ class ProcessClient(LoopClient):
                 self._outbox.put(None)
                 self._writer.join()
             self._connection.close()
-            if self._process.pid is not None:
-                self._process.kill()
-                self._process.join()
-                self._process.close()
+            self._process.kill()
+            self._process.join()
+            self._engine.release()
             raise
-        # An interpreter that exits without `close` would wait for this child for ever.
-        atexit.register(self._process.kill)
 
     def _send(self, command: Command) -> None:
         # Pickled here, not in the writer thread: it holds the interpreter as long, but here an error has a caller.
@@ -113,14 +101,5 @@ class ProcessClient(LoopClient):
 
     def _reaped(self, cause: str, kind: DeathKind) -> None:
         self._reader.join()  # it ends after posting this call
-        atexit.unregister(self._process.kill)
-        self._process.close()
+        self._engine.release()
         self._ended(cause, kind)
-
-
-def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None:
-    """Run in the engine process. The factory is pickled, as its imports may take long."""
-    with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
-        end_with_parent(parent_pid)
-        limit_spinning()
-        serve(lambda report: pickle.loads(factory)(report=report), connection)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import logging
 import os
 import re
 import sys
@@ -32,14 +31,12 @@ from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.core.keys import KEY_RULE, is_key
 from gptserve.server.core.settings import ServerSettings, server_options
 from gptserve.server.core.settings_checks import SettingsError
-from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings, suggestion
+from gptserve.server.core.settings_sources import client_urls, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -268,37 +265,9 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    settings = _settings(options)
-    os.environ["PYTHONSAFEPATH"] = "1"  # else child processes import from the current folder, which may be the model's
+    from gptserve.server.cli.serving import serve_with
 
-    from gptserve.server.core.logs import configure_logging
-    from gptserve.server.serve import StartError, serve
-
-    configure_logging(settings.log_format, settings.log_level)
-    chosen, others = settings.describe()
-    if chosen:
-        logger.info("settings: %s", chosen)
-    logger.debug("default settings: %s", others)
-    if injected := injected_variables(os.environ):
-        logger.info("ignoring %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
-    for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
-        if os.environ.pop(variable, None) is not None:  # the metrics would be files that outlive the server
-            logger.info("ignoring %s: this server is one process", variable)
-    if not (settings.needs_key or settings.is_local or settings.engine.node_rank):
-        logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
-    engine = settings.engine
-    if engine.nnodes > 1:
-        place = f"{engine.master_addr} port {engine.master_port}"
-        logger.warning("ranks talk over TCP, without encryption, with %s: use trusted networks only", place)
-    if engine.node_rank > 0:
-        from gptserve.server.cli.node import serve_node
-
-        serve_node(settings)
-        return 0
-    try:
-        return serve(settings)
-    except StartError as error:
-        raise CommandError(str(error)) from error
+    return serve_with(_settings(options), os.environ)
 
 
 def _score(options: argparse.Namespace) -> int:

@@ -1,0 +1,51 @@
+"""A process that starts before its engine is known: it imports torch, is taken once, and keeps no interpreter alive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from multiprocessing import active_children
+
+import pytest
+
+from gptserve.engine.process.engine_process import start_ahead
+from gptserve.engine.process.loop import Report, StepEngine
+from gptserve.engine.process.process_client import ProcessClient
+from tests.engine import fake_step_engine as fake
+from tests.engine.client_harness import LIMIT_S, collect, expected, make_request, run
+
+WITH_TORCH, WITHOUT_TORCH = 2001, 2000
+
+
+def load(report: Report) -> StepEngine:
+    """Load an engine whose vocabulary says whether torch was imported, once what imports it has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "gptserve-torch":
+            thread.join()
+    return fake.load(report=report, vocab_size=WITH_TORCH if "torch" in sys.modules else WITHOUT_TORCH)
+
+
+def test_process_started_ahead_imports_torch_and_becomes_the_next_engine_alone() -> None:
+    async def test() -> None:
+        start_ahead()
+        (ahead,) = active_children()
+        first, second = ProcessClient(load), ProcessClient(load)
+        await first.start()
+        assert [child.pid for child in active_children()] == [ahead.pid]
+        request = make_request("a", 3)
+        assert await collect(first.submit([request])) == {"a": expected(request)}
+        await second.start()
+        assert (first.info.vocab_size, second.info.vocab_size) == (WITH_TORCH, WITHOUT_TORCH)
+        await first.close()
+        await second.close()
+        assert active_children() == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("before", ["", "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); "])
+def test_process_ahead_that_nobody_takes_or_that_cannot_start_ends_with_the_interpreter(before: str) -> None:
+    code = f"from gptserve.engine.process.engine_process import start_ahead; {before}start_ahead()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
