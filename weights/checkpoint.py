@@ -28,7 +28,14 @@ from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.parts import Part, find_code_formats, find_parts, turned_as_stored
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
-from gptserve.weights.quantized.coded import AnyFormat, CodedType, CodedWeight, JoinedFormat, JoinedWeight, empty_codes
+from gptserve.weights.quantized.coded import (
+    AnyFormat,
+    CodedWeight,
+    JoinedFormat,
+    JoinedWeight,
+    empty_codes,
+    gives_codes,
+)
 from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
 from gptserve.weights.safetensors_files import find_tensors, opened
 from gptserve.weights.sharding import WHOLE, Share
@@ -223,7 +230,7 @@ def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dty
 def _set_codes(weight: CodedWeight, start: int, part: Part, shape: Shape, tensors: Mapping[str, Tensor]) -> int:
     """Set rows of a weight from `start` on to those of a part [out, in]; return where they end."""
     stored, (num_out, num_in) = part.type, shape
-    assert isinstance(stored, CodedType)
+    assert gives_codes(stored)
 
     def fill(rows: slice) -> None:
         its_rows = slice(start + rows.start, start + rows.stop)

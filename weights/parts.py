@@ -13,7 +13,7 @@ from pathlib import Path
 from gptserve.weights.errors import InvalidCheckpointError, shown
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.quantized import type_of
-from gptserve.weights.quantized.coded import AnyFormat, CodedType, CodeFormat, joined_format
+from gptserve.weights.quantized.coded import AnyFormat, CodeFormat, gives_codes, joined_format
 from gptserve.weights.quantized.stored_type import PLAIN, Expected, Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import Shape, StoredTensor
 
@@ -104,7 +104,7 @@ def find_code_formats(sources: Mapping[str, Source], parts: Mapping[str, Part]) 
 
 def _rows_and_format(part: Part) -> tuple[int, CodeFormat | None]:
     """Return how many rows a part has, of one expert, and the format in which they can come as codes, if any."""
-    its = part.type.code_format(part.shape[-2:], part.tensors) if isinstance(part.type, CodedType) else None
+    its = part.type.code_format(part.shape[-2:], part.tensors) if gives_codes(part.type) else None
     return (0 if its is None else part.shape[-2]), its
 
 

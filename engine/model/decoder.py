@@ -20,8 +20,8 @@ from gptserve.engine.model.linear import LinearMaker, Rows
 from gptserve.engine.model.loading import (
     Stream,
     StreamedTensors,
+    table_of,
     take_classifier,
-    take_embedding,
     take_head,
     take_linear,
     take_norm,
@@ -109,14 +109,15 @@ class Decoder:
         self._config, self._backend, self._group, self._compile = config, backend, group, compile_program
         self.host_starts_experts = operations.host_starts_experts(config)
         source = self._source = StreamedTensors(tensors, maker, group, operations)
-        embedding, codes = take_embedding(source)
+        embedding = source.take_weight("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
-        if config.embed_size is None:
+        if config.embed_size is None and isinstance(embedding, Tensor):  # what is rounded comes as floats
             source.maker.begin(embedding, self._positions)
         # Here a tied head may take the place of the table before the layers take memory. A bias comes after them.
-        early = take_head(config, source, embedding, codes) if config.tied_head and not config.head_bias else None
-        self._embedding: Rows = embedding if early is None else early[1]
-        del embedding
+        early = take_head(config, source, embedding) if config.tied_head and not config.head_bias else None
+        self._embedding: Rows = table_of(embedding) if early is None else early[1]
+        if early is not None:
+            del embedding
         dtype, device = self._embedding.dtype, self._embedding.device
         scale = config.embed_scale  # in the model's dtype, as it was trained with
         self._embed_scale = None if scale == 1 else torch.tensor(scale, dtype=dtype, device=device)
@@ -128,7 +129,7 @@ class Decoder:
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm", config.logit_scale) if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
-        self._head, self._embedding = early or take_head(config, source, self._embedding, codes)
+        self._head, self._embedding = early or take_head(config, source, embedding, self._embedding)
         self._classifier = take_classifier(config, source)
         source.end()
 

@@ -71,11 +71,10 @@ class StreamedTensors:
         self._tensors = iter(())
 
 
-def take_embedding(source: StreamedTensors) -> tuple[Tensor, CodedWeight | None]:
-    """Return the embedding [tokens, width] and, if it comes as codes, these."""
-    weight = source.take_weight("embed.weight")
+def table_of(weight: Weight) -> Tensor:
+    """Return the table [tokens, width] of an embedding, which may have come as codes, in the dtype of computation."""
     if isinstance(weight, Tensor):
-        return weight, None
+        return weight
     assert isinstance(weight, CodedWeight)
     codes, (num, width) = weight, weight.shape
     table = mapped(num * width * codes.dtype.itemsize).view(codes.dtype).view(num, width)
@@ -86,7 +85,7 @@ def take_embedding(source: StreamedTensors) -> tuple[Tensor, CodedWeight | None]
 
     for _ in map_pieces(fill, [slice(start, start + size) for start in range(0, num, size)]):
         pass
-    return table, codes
+    return table
 
 
 def take_norm(
@@ -141,16 +140,11 @@ def take_classifier(config: ModelConfig, source: StreamedTensors) -> Classifier 
 
 
 def take_head(
-    config: ModelConfig, source: StreamedTensors, embedding: Rows, codes: CodedWeight | None = None
+    config: ModelConfig, source: StreamedTensors, embedding: Weight, rows: Rows | None = None
 ) -> tuple[Linear, Rows]:
-    """Return the head, and what rows of the embedding are read from: a tied head that holds them, or `embedding`.
-
-    `codes` are those of the embedding, if it came as codes.
-    """
-    tied: Tensor | CodedWeight | None = None
-    if config.tied_head:
-        assert isinstance(embedding, Tensor)
-        tied = embedding if codes is None else codes
-    head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=tied)
-    rows = None if tied is None else source.maker.rows_of(head)
-    return head, embedding if rows is None else rows
+    """Return the head, and what rows of the embedding are read from: a tied head that holds them, `rows` or a table."""
+    weight = embedding if config.tied_head else None
+    head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=weight)
+    own = source.maker.rows_of(head) if config.tied_head else None
+    rows = rows if own is None else own
+    return head, table_of(embedding) if rows is None else rows

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
+"""Of eight bytes."""
+
 
 def nibbles(data: Tensor) -> Tensor:
-    """Return the low half of all bytes, then the high half, uint8 [blocks, 2 * bytes]."""
-    return torch.cat((data & 15, data >> 4), 1)
+    """Return the low half of all bytes, then the high half, uint8 [blocks, 2 * bytes]; bytes are a multiple of 8."""
+    words = data.clone(memory_format=torch.contiguous_format).view(torch.int64)  # at an address for such words
+    return torch.cat((words & _LOW_HALVES, words >> 4 & _LOW_HALVES), 1).view(torch.uint8)
 
 
 def planes(data: Tensor, shifts: tuple[int, ...], group: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard
 
 from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.stored_tensor import Shape, StoredTensor
@@ -241,7 +241,6 @@ def _multiplied(halves: Tensor, integers: Tensor | None) -> Tensor:
     return (halves.float()[..., None] * integers.float().view(*halves.shape, -1)).flatten(1)
 
 
-@runtime_checkable
 class CodedType(StoredType, Protocol):
     """A stored type whose weights may be codes in groups."""
 
@@ -253,3 +252,8 @@ class CodedType(StoredType, Protocol):
 
         Their kind may be "scales and zeros" with the zero that all have in the kind of the format.
         """
+
+
+def gives_codes(stored: StoredType) -> TypeGuard[CodedType]:
+    """Return whether it is a CodedType. isinstance() would look up each member, for each tensor of a model."""
+    return hasattr(stored, "code_format")

@@ -121,7 +121,7 @@ class GgufHalves:
 
     def holds(self, found: Found) -> bool:
         names = [f"{found.own}.{ending}" for ending in self.endings]
-        return all(name in found and found[name].dtype == its for name, its in zip(names, self.type_names, strict=True))
+        return tuple(found[name].dtype for name in names if name in found) == self.type_names
 
     def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
         at = len(shape) - 1 if found.base.endswith("bias") else len(shape) - 2

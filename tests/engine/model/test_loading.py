@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear
+from gptserve.engine.model.loading import StreamedTensors, take_head
+from gptserve.engine.runner.memory import EMBEDDING_CODES
+from gptserve.engine.runner.products import Linears
 from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from tests.engine.backends.cpu.coded import random_weight
+from tests.engine.model.small_shape import MODEL
 from tests.engine.runs import make_engine
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -33,3 +43,25 @@ def test_a_packed_head_is_not_kept_as_it_came(dtype: str, tmp_path: Path, monkey
         pytest.skip("this CPU packs no weights")
     assert not storages["embed.weight"].expired()
     assert storages["head.weight"].expired()
+
+
+@pytest.mark.parametrize(("its", "num_tables"), [(EMBEDDING_CODES, 0), (CodeFormat(4, "scales"), 1)])
+def test_an_embedding_in_codes_is_unpacked_only_where_its_head_gives_no_rows(
+    its: CodeFormat, num_tables: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.is_available():
+        pytest.skip("needs the compiled library")
+    unpack, spans = CodedWeight.values, list[slice]()
+
+    def counted(self: CodedWeight, rows: slice) -> Tensor:
+        spans.append(rows)
+        return unpack(self, rows)
+
+    weight = random_weight(its, 96, 64, torch.bfloat16)
+    table = weight.values(slice(None)).bfloat16()
+    monkeypatch.setattr(CodedWeight, "values", counted)
+    head, rows = take_head(replace(MODEL, tied_head=True), StreamedTensors(iter(()), Linears()), weight)
+
+    assert len(spans) == num_tables
+    assert torch.equal(rows[torch.arange(96)], table)
+    assert isinstance(head, NativeCodedLinear)
