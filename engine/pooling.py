@@ -43,6 +43,11 @@ class PoolingRequest:
         check_range("priority", self.priority, -(2**31), 2**31 - 1)
 
     @property
+    def may_have_run(self) -> bool:
+        """Whether an engine that died may have begun it."""
+        return self.blame.num_failures > 0
+
+    @property
     def reads_whole_prompt(self) -> bool:
         """Whether tokens before the last one are read, too, so that a cached prefix is of no use."""
         return self.pooling != "last"

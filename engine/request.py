@@ -183,6 +183,11 @@ class Request:
         check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)
         check_range("priority", self.priority, -(2**31), 2**31 - 1)
 
+    @property
+    def may_have_run(self) -> bool:
+        """Whether an engine that died may have begun it."""
+        return len(self.generated_token_ids) > self.num_given_tokens or self.blame.num_failures > 0
+
     def resumed(self, token_ids: Sequence[int], num_scored_tokens: int, blame: Blame) -> Request:
         """Return the request that goes on after these tokens and scores, which another engine gave."""
         return replace(

@@ -81,10 +81,8 @@ class GrammarQueue:
         return outputs
 
     def _is_overdue(self, waiting: _Waiting) -> bool:
-        """Whether a request has waited too long; one that may have run before, in an engine that died, never has."""
-        request = waiting.request
-        has_begun = len(request.generated_token_ids) > request.num_given_tokens or request.blame.num_failures > 0
-        if self._max_queue_time_s is None or has_begun:
+        """Whether a request has waited too long. A filler never has, nor has one that may have run before."""
+        if self._max_queue_time_s is None or waiting.request.is_filler or waiting.request.may_have_run:
             return False
         return time.monotonic() - waiting.queued_at > self._max_queue_time_s
 

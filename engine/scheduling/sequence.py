@@ -98,8 +98,7 @@ class SequenceState:
     @property
     def may_have_run(self) -> bool:
         """Whether a waiting sequence may have run before, in this engine or in one that died."""
-        num_given = self.request.num_given_tokens if isinstance(self.request, Request) else 0
-        return self.num_generated > num_given or self.num_preemptions > 0 or self.request.blame.num_failures > 0
+        return self.num_preemptions > 0 or self.request.may_have_run
 
     def end_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
         """Return why the newest token ends it, None if it does not; STOP precedes LENGTH."""

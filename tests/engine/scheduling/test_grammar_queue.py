@@ -128,13 +128,14 @@ def test_who_waits_too_long_for_a_grammar_is_not_admitted_any_more(gate: Gate) -
     begun = make_request("begun-before", [5], max_tokens=20, grammar=DIGITS)
     engine.add(make_request("late", [5], max_tokens=20, grammar=DIGITS))
     engine.add(replace(begun, generated_token_ids=(5,)))
+    engine.add(replace(begun, request_id="filler", is_filler=True))
     engine.add(replace(begun, request_id="given", generated_token_ids=(5,), num_given_tokens=1))
     outputs = engine.step()
     error = "the request was not admitted within 1e-09 s"
     assert [(output.request_id, output.finish_reason, output.error) for output in outputs] == [
         (request_id, FinishReason.QUEUE_TIMEOUT, error) for request_id in ("late", "given")
     ]
-    assert engine.stats.num_waiting == 1
+    assert engine.stats.num_waiting == 2
     gate.opened.set()
     finish(engine)
 
