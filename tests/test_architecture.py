@@ -33,6 +33,25 @@ from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "tests/README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+FILE = r"(?<![\w./-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))\b"
+FOREIGN_FILES = {
+    "asm/unistd.h",
+    "conversion/gemma.py",
+    "conversion/llama.py",
+    "convert_slow_tokenizer.py",
+    "docs/gguf.md",
+    "ggml-common.h",
+    "ggml.h",
+    "gguf-py/gguf/constants.py",
+    "linux/bpf_common.h",
+    "linux/landlock.h",
+    "linux/prctl.h",
+    "linux/seccomp.h",
+    "llama.cpp",
+    "src/llama-vocab.cpp",
+    "stats/engine_stats.py",
+    "tensor_mapping.py",
+}
 MAX_SPINE_LINES = 3300
 MAX_USER_WORDS = 13_000
 PACKAGES = ("server", "engine", "weights")
@@ -326,6 +345,33 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
 
     assert "test_every_test_that_a_page_names_exists" in tests
     assert set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8"))) - tests == set()
+
+
+def test_every_file_that_a_comment_names_exists() -> None:
+    sources = [
+        path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".cpp", ".h")
+    ]
+    tree = [
+        f"/{path.relative_to(ROOT)}"
+        for top in (*PACKAGES, "docs", "gptserve", "tests", "bench")
+        for path in (ROOT / top).rglob("*.*")
+    ]
+    named = {
+        (name, path.name) for path in sources for name in re.findall(FILE, comments(path)) if name not in FOREIGN_FILES
+    }
+
+    assert len(named) > 100
+    assert {(name, where) for name, where in named if not any(path.endswith(f"/{name}") for path in tree)} == set()
+
+
+def comments(path: Path) -> str:
+    """Return the comments of a source, docstrings among them."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return "\n".join(re.findall("//.*", text))
+    expressions = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    docstrings = [str(value.value) for value in expressions if isinstance(value, ast.Constant)]
+    return "\n".join([*docstrings, *re.findall("# .*", text)])
 
 
 def missing_paths(page: str, text: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 Checks only that a model of this kind is supported, not the rest of its files. huggingface_hub reads its own settings
 (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and is imported only for a hub id. Called by the command line, the
-server and engine.LLM.
+server and gptserve.LLM.
 """
 
 from __future__ import annotations

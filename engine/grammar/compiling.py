@@ -1,4 +1,4 @@
-"""Compiles grammars in a thread, for an engine that goes on with its steps. `queue.py` calls it.
+"""Compiles grammars in a thread, for an engine that goes on with its steps. scheduling/grammar_queue.py calls it.
 
 No thread can be killed. One that takes too long is left to itself, and a fresh one goes on with the next grammar.
 """

@@ -1,7 +1,8 @@
 """Attention over the paged KV cache: the interface of its backends.
 
 Shape letters: T tokens of the step, S sequences, H query heads, G KV heads, D head size, N blocks, B block size.
-A backend knows only tensors: no scheduler and no model family. choice.py chooses it, layers.py calls it once a layer.
+A backend knows only tensors: no scheduler and no model family. attention_choice.py chooses it, layers.py calls it once
+a layer.
 """
 
 from __future__ import annotations

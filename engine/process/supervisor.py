@@ -32,7 +32,7 @@ class Supervisor(EngineClient):
     """An EngineClient whose engine may die: by a signal or an exception, or if it makes no step for stall_limit_s.
 
     - A death costs clients only time. Requests that are submitted while no engine is ready wait for the next one.
-    - A convicted request (scheduling/blame.py) alone fails, with FinishReason.ERROR. Scheduler computes suspects alone.
+    - A convicted request (engine/blame.py) alone fails, with FinishReason.ERROR. Scheduler computes suspects alone.
     - It gives up after max_restarts restarts in a row without a token, or MAX_CONVICTIONS_IN_A_ROW convictions without
       one. Then streams end with the cause of death. A conviction sets the restarts in a row to 0. The first restart in
       a row is immediate; each later one waits twice as long as the one before.

@@ -2,7 +2,7 @@
 
 The system clears a page when it is first written: 0.3 ms for a huge one, and 7 to 9 ms where a virtual machine gets the
 memory from its host only then. Packing would wait for that, and importing torch leaves a CPU idle.
-engine/process/factory.py begins it, and decoder.py takes the memory.
+engine/process/factory.py begins it, and input_squares.py takes the memory.
 """
 
 from __future__ import annotations

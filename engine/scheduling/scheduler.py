@@ -44,7 +44,7 @@ class Scheduler:
       filler, has its token in every step.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress, and every sequence ends with exactly one FinishReason.
-    - After a failed step its sequences are recomputed from the start. While there are suspects (scheduling/blame.py),
+    - After a failed step its sequences are recomputed from the start. While there are suspects (engine/blame.py),
       only the first of them in order is computed; it preempts others as needed.
     - Drafts come last and use only what is left: budget, up to Drafter.max_step_tokens, shared evenly by the sequences
       that need sampling, and free blocks. Blocks with only rejected tokens are freed at the end of the step.

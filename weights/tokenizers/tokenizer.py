@@ -2,7 +2,7 @@
 
 For every text the ids are those of `transformers` (its TokenizersBackend on tokenizer.json). Opening refuses a
 tokenizer for which this cannot be promised. Knows nothing of prompts, chats or the model. Torch-free; threads may share
-it. Called by the server and by engine.LLM.
+it. Called by the server and by gptserve.LLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Programs: the operations of a step as data, which the library runs in one call.
 
 It mirrors the structures of program.h, and keeps alive what they point to. Torch-free: callers pass addresses.
-model/native_decoder.py writes programs.
+decoder.py writes programs.
 """
 
 from __future__ import annotations

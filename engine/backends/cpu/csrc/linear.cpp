@@ -1,5 +1,5 @@
 // Products with packed weights, y = act(x W^T + b) + residual: how they are cut into chunks, how weights are packed, and
-// the C ABI for __init__.py.
+// the C ABI for native.py.
 //
 // It knows no torch; the caller passes pointers. float_products.cpp, int8.cpp and groups.cpp compute the chunks, with
 // instructions that are chosen at run time.

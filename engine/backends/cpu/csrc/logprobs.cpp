@@ -1,4 +1,4 @@
-// Logprobs of chosen tokens and of the likeliest, as engine/sampling/logprobs.py defines them.
+// Logprobs of chosen tokens and of the likeliest, as runner/logprobs.py defines them.
 //
 // A logprob is (x - max) - log(sum), in fp32; the sum is in fp64, of blocks and then over them. Rows are independent and
 // computed one a chunk of the team.
