@@ -127,6 +127,7 @@ WITH_TORCH = {
     "gptserve.weights.storyteller.recipe.evaluate",
     "gptserve.weights.storyteller.recipe.evaluate_chat",
     "gptserve.weights.storyteller.recipe.train",
+    "gptserve.weights.torch_threads",
 }
 """The modules that import torch; a new one is torch-free unless it stands here."""
 

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from gptserve.weights.torch_threads import torch_threads
+
 PIECE_ELEMENTS = 2**20
 """About as many elements of a tensor make a piece: converting them takes longer than handing them out."""
 
@@ -31,17 +33,15 @@ Result = TypeVar("Result")
 @contextmanager
 def loading_threads(num_threads: int) -> Iterator[None]:
     """Within it, torch computes each operation in the thread that calls it, and at most so many compute pieces."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     # torch has this number for each thread; a thread of a pool keeps what it was given.
     threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), "gptserve-loading", torch.set_num_threads, (1,))
     token = _pool.set(threads if num_threads > 1 else None)
     try:
-        yield
+        with torch_threads(1):
+            yield
     finally:
         _pool.reset(token)
         threads.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)
         _give_back_memory()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu.decoder import NativeDecoder
@@ -27,6 +26,7 @@ from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, sampled_tokens
 from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.sampling.choice import choice_at
+from gptserve.weights.torch_threads import torch_threads
 
 
 def program_steps(decoder: Decoder, cache: KVCache) -> ProgramSteps | None:
@@ -62,13 +62,9 @@ class ProgramSteps:
 
     def _pool(self, step: StepInput) -> dict[int, array[float]]:
         """Return the vectors, by one thread: those of torch's pool would spin in the way of the library's team."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             hidden = self._program.hidden_states(len(step.arrays.token_ids))
             return pool_all(lambda rows: self._states(hidden[rows]), step.pooled)
-        finally:
-            torch.set_num_threads(before)
 
     def logits(
         self, arrays: StepArrays, chosen_before: Callable[[], Sequence[int]]

@@ -46,6 +46,7 @@ from gptserve.engine.runner.step_threads import StepWork, num_step_threads
 from gptserve.engine.staging import begin_wait
 from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
+from gptserve.weights.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -178,16 +179,12 @@ class ModelRunner:
                 self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
                 return partial(StepResult, sampled, scores, vectors)
             num_torch_threads = 1 if self._in_team else num_threads
-        before = torch.get_num_threads()
-        torch.set_num_threads(num_torch_threads)
-        try:
+        with torch_threads(num_torch_threads):  # the process may compute something else between steps
             collect = self._launch(step)
             if not self._is_cpu:
                 return collect
             result = collect()
             return lambda: result
-        finally:
-            torch.set_num_threads(before)  # the process may compute something else between steps
 
     @torch.inference_mode()
     def _launch(self, step: StepInput) -> Collect:

@@ -36,6 +36,7 @@ from gptserve.engine.model.operations import WritePart
 from gptserve.engine.model.rotary import rotations_of
 from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import LayerConfig, ModelConfig
+from gptserve.weights.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -216,12 +217,8 @@ class NativeDecoder:
 @torch.inference_mode()
 def _cap(logits: Tensor, cap: float) -> None:
     """Cap the logits in place, on one thread: those of torch's pool would spin in the way of the library's team."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         logits.copy_(soft_cap(logits, cap))
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Writer:
