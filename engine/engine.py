@@ -60,8 +60,8 @@ class Engine:
         Steps overlap if `overlap` says so; None: where the configuration wants it and the device can.
         """
         if drafter is None:
-            lookup = MeasuredDrafter(PromptLookup(config.speculative_ngram)) if config.speculative_ngram else None
-            drafter = GrammarDrafter(lookup)
+            ngram = config.speculative_ngram
+            drafter = GrammarDrafter(MeasuredDrafter(PromptLookup(ngram)) if ngram else Drafter())
         self._grammar_queue = GrammarQueue(config.model_dir, config.max_queue_time_s)
         with KeptWarnings() as warnings:
             self._runner = ModelRunner(config, progress, warnings.messages, Ranks) if runner is None else runner

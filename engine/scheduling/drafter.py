@@ -8,7 +8,6 @@ Scheduler calls it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gptserve.engine.scheduling.ngram import MAX_NGRAM, MIN_NGRAM
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
@@ -20,10 +19,10 @@ INDEXED_A_STEP = 1024
 """Tokens. Indexing them takes 1 to 4 milliseconds, by which the step of all sequences is delayed."""
 
 
-class Drafter(Protocol):
-    """Guesses what follows the known tokens of a sequence."""
+class Drafter:
+    """Guesses what follows the known tokens of a sequence. This one never does; others override what they need."""
 
-    max_step_tokens: int
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
     """A step with drafts computes at most this many tokens, drafts included."""
 
     def begin_step(self, num_seqs: int) -> None:
@@ -31,17 +30,17 @@ class Drafter(Protocol):
 
     def may_draft(self, sequence: SequenceState) -> bool:
         """Whether `draft` may ever guess a token of a sequence, and reads its tokens for that."""
+        return False
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         """Return 0 to max_tokens token ids of the model's vocabulary; max_tokens is at least 1."""
+        return ()
 
     def note(self, sequence: SequenceState, num_drafted: int, num_held: int) -> None:
         """Learn how many tokens of a draft of the newest step held."""
-        return
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
-        return
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the state of a sequence that has ended, if there is any."""
@@ -67,9 +66,8 @@ class PromptLookup(Drafter):
     and n, little beside the token's keys and values. `forget` drops it.
     """
 
-    def __init__(self, max_ngram: int, max_step_tokens: int = MAX_DRAFTING_STEP_TOKENS) -> None:
+    def __init__(self, max_ngram: int) -> None:
         assert MIN_NGRAM <= max_ngram <= MAX_NGRAM
-        self.max_step_tokens = max_step_tokens
         self._lengths = range(max_ngram, MIN_NGRAM - 1, -1)
         self._indices: dict[SequenceState, _Index] = {}
         self._num_left = INDEXED_A_STEP

@@ -13,14 +13,14 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequenc
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
-def is_always_foreseeable(sequence: SequenceState, drafter: Drafter | None) -> bool:
+def is_always_foreseeable(sequence: SequenceState, drafter: Drafter) -> bool:
     """Whether `must_be_known` can never hold: neither the request nor the drafter reads the newest token."""
-    params, is_drafted = sequence.sampling.params, drafter is not None and drafter.may_draft(sequence)
+    params, is_drafted = sequence.sampling.params, drafter.may_draft(sequence)
     is_read = params.has_penalties or params.bad_words or params.grammar is not None
     return not (is_read or is_drafted or params.prompt_logprobs is not None or sequence.pooled is not None)
 
 
-def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
+def must_be_known(item: ScheduledSequence, drafter: Drafter, *, host_counts: bool) -> bool:
     """Whether the host needs what a step gives a sequence before the next step begins.
 
     Drafters, grammars and bad_words read the tokens, and so do penalties if the host counts for them. prompt_logprobs
@@ -36,7 +36,7 @@ def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_coun
         return True
     if not item.needs_sampling:
         return False
-    if params.bad_words or params.grammar is not None or (drafter is not None and drafter.may_draft(sequence)):
+    if params.bad_words or params.grammar is not None or drafter.may_draft(sequence):
         return True
     return host_counts and params.has_penalties
 

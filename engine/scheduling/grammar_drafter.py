@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
+from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 
@@ -12,32 +12,28 @@ class GrammarDrafter(Drafter):
     The model may cut the text into other tokens than the longest, so this is a guess like any other draft.
     """
 
-    def __init__(self, other: Drafter | None) -> None:
-        self.max_step_tokens = MAX_DRAFTING_STEP_TOKENS if other is None else other.max_step_tokens
+    def __init__(self, other: Drafter) -> None:
+        self.max_step_tokens = other.max_step_tokens
         self._other = other
 
     def begin_step(self, num_seqs: int) -> None:
-        if self._other is not None:
-            self._other.begin_step(num_seqs)
+        self._other.begin_step(num_seqs)
 
     def may_draft(self, sequence: SequenceState) -> bool:
-        return sequence.matcher is not None or (self._other is not None and self._other.may_draft(sequence))
+        return sequence.matcher is not None or self._other.may_draft(sequence)
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         if sequence.matcher is not None:
             forced = sequence.matcher.forced(sequence.token_ids[sequence.num_prompt_tokens :], max_tokens)
             if forced:
                 return tuple(forced)
-        return () if self._other is None else self._other.draft(sequence, max_tokens)
+        return self._other.draft(sequence, max_tokens)
 
     def note(self, sequence: SequenceState, num_drafted: int, num_held: int) -> None:
-        if self._other is not None:
-            self._other.note(sequence, num_drafted, num_held)
+        self._other.note(sequence, num_drafted, num_held)
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        if self._other is not None:
-            self._other.observe(batch, seconds)
+        self._other.observe(batch, seconds)
 
     def forget(self, sequence: SequenceState) -> None:
-        if self._other is not None:
-            self._other.forget(sequence)
+        self._other.forget(sequence)

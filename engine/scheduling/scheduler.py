@@ -77,7 +77,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._drafter = drafter
+        self._drafter = drafter or Drafter()
         self._pace = pace or Pace()
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
@@ -172,9 +172,8 @@ class Scheduler:
         if self.stats.num_preemptions == num_preemptions:
             self._schedule_waiting(items, budget, fillers=True)
         budget.tokens += num_kept
-        if self._drafter is not None:
-            num_scheduled = self._max_num_batched_tokens - budget.tokens
-            self._add_drafts(items, self._drafter, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
+        num_scheduled = self._max_num_batched_tokens - budget.tokens
+        self._add_drafts(items, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
         return ScheduledBatch(tuple(items), scheduled_at, unfilled)
 
     def foresee(self, batch: ScheduledBatch, *, host_counts: bool = True) -> bool:
@@ -219,8 +218,7 @@ class Scheduler:
         if any(item.sequence.is_running for item in batch.items):  # a void step may have ended long ago
             self._pace.observe(batch, self._updated_at - begun_at)
             self._filler_room.observe(batch, self._updated_at - begun_at)
-            if self._drafter is not None:
-                self._drafter.observe(batch, self._updated_at - begun_at)
+            self._drafter.observe(batch, self._updated_at - begun_at)
         sampling = [item for item in batch.items if item.needs_sampling]
         if batch is not self._foreseen:
             foresight.count_computed(batch)
@@ -343,18 +341,18 @@ class Scheduler:
         items.append(ScheduledSequence(sequence, num_tokens))
         self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
 
-    def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
+    def _add_drafts(self, items: list[ScheduledSequence], room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
         if room <= 0:
             return
-        drafter.begin_step(len(items))
+        self._drafter.begin_step(len(items))
         sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
             max_tokens = min(-(-room // num_left), sequence.max_len - len(sequence.token_ids) - 1)
             if max_tokens <= 0:
                 continue
-            draft = drafter.draft(sequence, max_tokens)
+            draft = self._drafter.draft(sequence, max_tokens)
             if draft and (draft := draft[: self._blocks.reserve(sequence, len(draft))]):
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
                 room -= len(draft)
@@ -394,8 +392,7 @@ class Scheduler:
         num_held = sum(map(eq, accepted, item.draft))
         self.stats.num_draft_tokens += len(item.draft)
         self.stats.num_accepted_tokens += num_held
-        if self._drafter is not None:
-            self._drafter.note(sequence, len(item.draft), num_held)
+        self._drafter.note(sequence, len(item.draft), num_held)
         sequence.num_computed = len(sequence.token_ids) - 1
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)
@@ -412,6 +409,5 @@ class Scheduler:
         del self._live[sequence.request.request_id]
         self._suspects.discard(sequence)
         self._blocks.free(sequence)
-        if self._drafter is not None:
-            self._drafter.forget(sequence)
+        self._drafter.forget(sequence)
         sequence.finish_reason = reason

@@ -18,7 +18,6 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.grammar.grammar import ANY_WHITESPACE, Grammar
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.client_harness import LIMIT_S
 from tests.engine.grammar.schemas import Schema, assert_valid, schemas
@@ -154,24 +153,9 @@ def test_without_the_grammar_nothing_would_validate(engine: Any) -> None:
             assert_valid(text_of(outputs, request), FLAT)
 
 
-class NoDrafts(Drafter):
-    """Guesses nothing."""
-
-    max_step_tokens = 0
-
-    def may_draft(self, sequence: SequenceState) -> bool:
-        return False
-
-    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
-        return ()
-
-    def forget(self, sequence: SequenceState) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def alone() -> OutputsById:
-    engine = Engine(make_config(STORYTELLER, enable_prefix_caching=False), drafter=NoDrafts())
+    engine = Engine(make_config(STORYTELLER, enable_prefix_caching=False), drafter=Drafter())
     return {request.request_id: run(engine, [request])[request.request_id] for request in ragged()}
 
 

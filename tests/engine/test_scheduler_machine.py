@@ -373,7 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule_without_drafts(self) -> list[tuple[str, int]]:
         """Return the ids and numbers of tokens of the next step, were there no drafter."""
         twin = deepcopy(self.scheduler)
-        twin._drafter = None
+        twin._drafter = Drafter()
         return [(item.sequence.request.request_id, item.num_tokens) for item in twin.schedule().items]
 
     def check_order(self, batch: ScheduledBatch, running: set[SequenceState], preempted: set[SequenceState]) -> None:
@@ -562,8 +562,8 @@ class ServesTheLastFirst(Scheduler):
 class SharesDrafts(Scheduler):
     """Offers blocks for sharing before the drafted tokens in them are accepted."""
 
-    def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
-        super()._add_drafts(items, drafter, room)
+    def _add_drafts(self, items: list[ScheduledSequence], room: int) -> None:
+        super()._add_drafts(items, room)
         for item in items:
             sequence, num_known = item.sequence, len(item.sequence.token_ids)
             sequence.token_ids += item.draft

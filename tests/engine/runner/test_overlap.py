@@ -214,12 +214,12 @@ def _asks_for_none(sequence: SequenceState, drafter: object) -> bool:
     return True
 
 
-def _takes_the_device_to_count(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
+def _takes_the_device_to_count(item: ScheduledSequence, drafter: Drafter, *, host_counts: bool) -> bool:
     return must_be_known(item, drafter, host_counts=False)
 
 
-def _reads_no_drafts(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
-    return must_be_known(item, None, host_counts=host_counts)
+def _reads_no_drafts(item: ScheduledSequence, drafter: Drafter, *, host_counts: bool) -> bool:
+    return must_be_known(item, Drafter(), host_counts=host_counts)
 
 
 def _stays(sequence: SequenceState) -> None:
@@ -294,8 +294,8 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("params", ASKED, ids=str)
-@pytest.mark.parametrize("drafter", [None, GrammarDrafter(None), PromptLookup(2)], ids=["none", "grammars", "n-grams"])
-def test_only_what_need_never_be_known_is_never_asked_for(params: dict[str, Any], drafter: Drafter | None) -> None:
+@pytest.mark.parametrize("drafter", [Drafter(), GrammarDrafter(Drafter()), PromptLookup(2)], ids=["none", "all", "n"])
+def test_only_what_need_never_be_known_is_never_asked_for(params: dict[str, Any], drafter: Drafter) -> None:
     request = Request("r", (1, 2), SamplingParams(**params), seed=0)
     sequence = SequenceState(request, 0, [1, 2], block_ids=[0])
     needed = must_be_known(ScheduledSequence(sequence, 2), drafter, host_counts=True)
