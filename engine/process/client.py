@@ -18,7 +18,7 @@ from gptserve.engine.info import EngineInfo
 from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, Loading, Message, Ready, Stepped, Submit
 from gptserve.engine.request import FinishReason, TokenOutput
-from gptserve.engine.scheduling.block_map import BlockMap, BlockMapSource, Look
+from gptserve.engine.scheduling.block_map import BlockMap, Look
 from gptserve.engine.stats import EngineStats
 
 
@@ -102,7 +102,7 @@ class TokenStream:
         self._changed.set()
 
 
-class EngineClient(BlockMapSource, ABC):
+class EngineClient(ABC):
     """A running engine seen from an event loop. Call all methods on the loop that `start` ran on.
 
     Invariant: the keys of `_live` are the ids of the live requests.
@@ -183,6 +183,13 @@ class EngineClient(BlockMapSource, ABC):
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop computing these requests and push nothing more for them; ignore those that have ended."""
+
+    @abstractmethod
+    def look(self, show: Callable[[BlockMap], None]) -> None:
+        """Ask for a map of the blocks. One look at a time: a later `show` replaces an earlier one that still waits.
+
+        If there is no engine, or it dies, `show` is never called.
+        """
 
     async def wait_until_dead(self) -> EngineDiedError:
         """Return the cause once the engine has died; never returns if `close` came first."""

@@ -6,9 +6,7 @@ Engine draws one when its client asks; nothing is drawn otherwise.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_CELLS = 2048
@@ -30,17 +28,6 @@ class BlockMap:
 
     blocks_per_cell: int
     cells: str
-
-
-class BlockMapSource(ABC):
-    """What can be asked for a map: a part of EngineClient."""
-
-    @abstractmethod
-    def look(self, show: Callable[[BlockMap], None]) -> None:
-        """Ask for a map of the blocks. One look at a time: a later `show` replaces an earlier one that still waits.
-
-        If there is no engine, or it dies, `show` is never called.
-        """
 
 
 def draw_block_map(num_references: array[int], findable: bytearray) -> BlockMap:

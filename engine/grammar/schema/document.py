@@ -146,8 +146,8 @@ class Document:
         def known(child: Node) -> bool:
             return child is not False and (not isinstance(child, dict) or id(child) in finite)
 
-        parts = [all(map(known, _list(node, "allOf")))]
-        parts += [any(map(known, _list(node, key))) for key in ("anyOf", "oneOf") if key in node]
+        parts = [all(map(known, list_of(node, "allOf")))]
+        parts += [any(map(known, list_of(node, key))) for key in ("anyOf", "oneOf") if key in node]
         if "$ref" in node:
             parts.append(known(self.resolve(node["$ref"], base)[0]))
         types = types_of(node)
@@ -180,12 +180,12 @@ def types_of(node: Mapping[str, Any]) -> tuple[str, ...]:
 def _may_end(node: Mapping[str, Any], kind: str, known: Any) -> bool:
     """Whether an array or an object may have only parts that are known to be finite."""
     if kind == "array":
-        given, prefix = node.get("minItems", 0), _list(node, "prefixItems")
+        given, prefix = node.get("minItems", 0), list_of(node, "prefixItems")
         least = given if isinstance(given, int | float) else 0
         first = [part for i, part in enumerate(prefix) if i < least]
         return all(map(known, [*first, *([node.get("items", True)] if least > len(prefix) else [])]))
     properties = node.get("properties", {})
-    names = [name for name in _list(node, "required") if isinstance(name, str)]
+    names = [name for name in list_of(node, "required") if isinstance(name, str)]
     return not isinstance(properties, dict) or all(known(properties[name]) for name in names if name in properties)
 
 
@@ -200,7 +200,7 @@ def _children(node: Node) -> list[Node]:
     return found
 
 
-def _list(node: Mapping[str, Any], key: str) -> list[Any]:
+def list_of(node: Mapping[str, Any], key: str) -> list[Any]:
     """Return a list, [] for what is none: `rewrite.py` refuses that where it is part of a schema."""
     value = node.get(key, [])
     return value if isinstance(value, list) else []

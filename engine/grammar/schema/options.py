@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of
+from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, list_of, types_of
 from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.keywords import mapping, required_of
 
@@ -102,12 +102,12 @@ class Options:
     def _parts_apart(self, one: Placed, other: Placed, depth: int) -> bool:
         """Whether a part that applies to all values of one schema keeps them from the other."""
         node, base = one
-        if any(self._apart((part, base), other, depth) for part in _parts(node, "allOf")):
+        if any(self._apart((part, base), other, depth) for part in list_of(node, "allOf")):
             return True
         return any(
-            all(self._apart((part, base), other, depth) for part in _parts(node, key))
+            all(self._apart((part, base), other, depth) for part in list_of(node, key))
             for key in ("anyOf", "oneOf")
-            if _parts(node, key)
+            if list_of(node, key)
         )
 
     def _kinds(self, placed: Placed, literals: Iterable[str] | None) -> set[str]:
@@ -142,11 +142,6 @@ def _property(node: Mapping[str, Any], name: str) -> Node:
 def _below(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     highest, lowest = one.get("maximum"), other.get("minimum")
     return isinstance(highest, int | float) and isinstance(lowest, int | float) and highest < lowest
-
-
-def _parts(node: Mapping[str, Any], key: str) -> list[Any]:
-    value = node.get(key, [])
-    return value if isinstance(value, list) else []
 
 
 def _kind(value: object) -> str:
