@@ -16,6 +16,8 @@ from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
 from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
 
+Weight = Tensor | CodedWeight | JoinedWeight
+"""Those of some linears come as codes."""
 _ALIGNED_ROWS = 8
 """On an H100 the head of GPT-2, of 50,257 rows, takes 108 us for 32 sequences without rows of zeros."""
 
@@ -27,7 +29,7 @@ class Affine:
     `out_dtype` float32 spares a bf16 result its rounding where the product can give it.
     """
 
-    weight: Tensor | CodedWeight | JoinedWeight
+    weight: Weight
     bias: Tensor | None = None
     activation: Activation | None = None
     out_dtype: torch.dtype | None = None

@@ -14,16 +14,14 @@ from gptserve.engine.model.activation import Xielu
 from gptserve.engine.model.attention import AttentionSpec
 from gptserve.engine.model.classifier import Classifier
 from gptserve.engine.model.group import Group
-from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows
+from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows, Weight
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
-from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
+from gptserve.weights.quantized.coded import CodedWeight
 
-Weight = Tensor | CodedWeight | JoinedWeight
-"""Those of some linears come as codes."""
 Stream = Iterator[tuple[str, Weight]]
 """Weights by their canonical names, in the order in which they are taken."""
 

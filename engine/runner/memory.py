@@ -56,8 +56,8 @@ _BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
 """Of a weight's element; GROUPED has the others."""
 GROUPED: tuple[WeightType, ...] = ("int4", "int5", "int8_groups")
 """The types that are codes in groups, which the quantization int4 uses."""
-EMBEDDING_CODES = CodeFormat(8, "scales")
-"""The codes of which a CPU reads single rows: a tied head in them is the embedding, too."""
+EMBEDDING_CODES = native.ROW_CODES
+"""A tied head in them is the embedding, too."""
 OF_STREAM = ("qkv", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
 _WIDE_BYTES = 4  # of scales, factors and what is not quantized

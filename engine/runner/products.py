@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.int4 import NativeInt4Linear, RowsOfCodes
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
 from gptserve.engine.backends.cpu.int8 import DenseInt8Linear, large_channels
 from gptserve.engine.backends.cpu.linear import (
     NativeCodedLinear,
@@ -213,8 +213,4 @@ class Linears:
         return make_linear(affine, weight_type, options)
 
     def rows_of(self, linear: Linear) -> Rows | None:
-        if isinstance(linear, DenseLinear):
-            return linear.copied_rows
-        if isinstance(linear, NativeCodedLinear):
-            return RowsOfCodes.of(linear)
-        return PackedRows(linear) if type(linear) is NativeLinear else None  # the others are quantized
+        return linear.copied_rows if isinstance(linear, DenseLinear) else PackedRows.of(linear)

@@ -9,8 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.int4 import RowsOfCodes
-from gptserve.engine.backends.cpu.linear import NativeCodedLinear
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear, PackedRows
 from gptserve.engine.engine import Engine
 from gptserve.engine.runner.memory import codes_kept, held_weights, linear_bytes
 from gptserve.weights.checkpoint import Checkpoint
@@ -103,7 +102,7 @@ def test_an_embedding_of_8_bits_is_read_from_the_codes_of_its_head(
         if name == "embed.weight"
     )
     assert isinstance(table, torch.Tensor)
-    assert isinstance(found, RowsOfCodes) == is_shared
+    assert isinstance(found, PackedRows) == is_shared
     assert torch.equal(found[torch.arange(model.vocab_size)], table)
 
     codes = codes_kept(model, code_formats(folder, model))

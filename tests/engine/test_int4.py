@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.int4 import NativeInt4Linear, RowsOfCodes
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
+from gptserve.engine.backends.cpu.linear import PackedRows
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.runner.memory import held_weights
 from gptserve.weights.families import load_config
@@ -61,7 +62,7 @@ def test_a_tied_head_holds_the_embedding_and_the_plan_has_what_is_held(tmp_path:
     engine = make_engine(tmp_path, quantization="int4", dtype="bfloat16")
     assert engine.info.product == "native_coded"
     decoder = engine._runner._decoder
-    assert isinstance(decoder._embedding, RowsOfCodes)
+    assert isinstance(decoder._embedding, PackedRows)
     held = 0
     for linear in decoder._source.linears.values():
         assert isinstance(linear, NativeInt4Linear)

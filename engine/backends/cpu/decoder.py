@@ -22,7 +22,6 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
-from gptserve.engine.backends.cpu.int4 import RowsOfCodes
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import Experts, Gate, Norm, Program, Rotation, Table, route_bytes, router_data
 from gptserve.engine.backends.fallback import warn_of_fallback
@@ -242,9 +241,9 @@ class _Writer:
         """Write the embedded tokens to x."""
         config, target = self._config, "embedded" if self._config.embed_size else "x"
         scale = torch.tensor(config.embed_scale, dtype=self._dtype).item()  # rounded as in Decoder
-        if isinstance(embedding, PackedRows | RowsOfCodes):
+        if isinstance(embedding, PackedRows):
             self.program.keep(embedding.linear)
-            table = Table(embedding.address, scale, embedding.KIND)
+            table = Table(embedding.address, scale, embedding.kind)
         else:
             assert isinstance(embedding, Tensor)
             table = Table(self._address(embedding), scale)

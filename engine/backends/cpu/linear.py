@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.int8 import column_factors, exact_outputs, quantize_weight
 from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
+from gptserve.engine.model.linear import Weight
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
-from gptserve.weights.stored_tensor import Shape
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedWeight
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -56,7 +56,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
@@ -64,27 +64,26 @@ class NativeLinear:
         memory: HugePages | None = None,
     ) -> None:
         """Pack the weight into `memory`. `variant` is one of native.supported_variants; None means the fastest."""
-        assert weight.device.type == "cpu"
-        self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
+        self._library, self.dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
         self._num_out, self._num_in = weight.shape
         self._padding = -self._num_in % native.ROW_MULTIPLE
         self._memory, self._kept = memory or HugePages(), list[Tensor]()
         bits = self._bits()
+        self._variant = native.VARIANTS[bits].index(variant or native.supported_variants(bits)[-1]) + 1
         self.weight = native.PackedWeight(
             num_in=self._num_in,
             num_out=self._num_out,
             activation=native.ACTIVATIONS.index(activation),
-            variant=native.VARIANTS[bits].index(variant or native.supported_variants(bits)[-1]) + 1,
-            element_bits=bits,
-            **self._pack(weight, bias),
+            variant=self._variant,
+            **{"element_bits": bits, **self._pack(weight, bias)},
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.dtype is self._dtype and x.is_contiguous() and x.shape[1:] == (self._num_in,)
+        assert x.dtype is self.dtype and x.is_contiguous() and x.shape[1:] == (self._num_in,)
         out = torch.empty(len(x), self._num_out, dtype=self._out_dtype)
         address = None
         if residual is not None:
-            assert residual.dtype in (self._dtype, torch.float32)
+            assert residual.dtype in (self.dtype, torch.float32)
             assert residual.is_contiguous() and residual.shape == out.shape
             address = residual.data_ptr()
         if self._padding:
@@ -95,12 +94,12 @@ class NativeLinear:
         return out
 
     def _bits(self) -> int:
-        """Return the bits of an element of the packed weight."""
-        return 8 * self._dtype.itemsize
+        """Return the bits of an element of the packed weight, as native.VARIANTS has them."""
+        return 8 * self.dtype.itemsize
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
-        """Return the members of PackedWeight that depend on the weight's dtype; addresses are of tensors in _kept."""
-        assert weight.dtype in (torch.float32, torch.bfloat16)
+    def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
+        """Return the members of PackedWeight that depend on the weight's type; addresses are of tensors in _kept."""
+        assert isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.bfloat16)
         packed = self._take_packed()
         self._pack_rows(packed, 0, weight)
         return {"weight": packed, "bias": self._pad_outputs(bias)}
@@ -112,6 +111,7 @@ class NativeLinear:
 
     def _pack_rows(self, packed: int, start: int, rows: Tensor) -> None:
         """Pack rows [rows, in] of the weight from row `start`, which begins a panel; whole panels or up to the end."""
+        assert rows.device.type == "cpu"
         rows, bits, num_in = rows.contiguous(), self._bits(), self._num_in
         address = packed + self._library.native_packed_size(num_in, start, bits)
         self._library.native_pack(rows.data_ptr(), num_in, len(rows), bits, address)
@@ -132,25 +132,36 @@ class NativeLinear:
 
 
 class PackedRows:
-    """Rows of the weight of a NativeLinear in fp32 or bf16, with their bits. A Rows."""
+    """The rows of a NativeLinear, as a Rows: with their bits in fp32 or bf16, rounded to its dtype in ROW_CODES."""
 
     device = torch.device("cpu")
-    KIND = native.PACKED_ROWS
+
+    @classmethod
+    def of(cls, linear: object) -> PackedRows | None:
+        """Return the rows, if they can be read."""
+        if not isinstance(linear, NativeLinear):
+            return None
+        formats = [native.CODE_FORMATS[part.format] for part in linear.weight.parts[: linear.weight.num_parts]]
+        is_readable = formats == [native.ROW_CODES] or linear.weight.element_bits >= 16
+        return cls(linear) if is_readable else None
 
     def __init__(self, linear: NativeLinear) -> None:
-        weight = linear.weight
-        assert weight.element_bits in (16, 32)
-        self.linear, self.dtype = linear, torch.float32 if weight.element_bits == 32 else torch.bfloat16
-        self.address = weight.weight
+        self.linear, self.dtype = linear, linear.dtype
+        weight, self._are_codes = linear.weight, linear.weight.num_parts > 0
+        self.kind = native.CODED_ROWS if self._are_codes else native.PACKED_ROWS
+        self.address = weight.parts[0].weight if self._are_codes else weight.weight
         """Where they are packed."""
 
     def __getitem__(self, numbers_R: Tensor) -> Tensor:
         weight, numbers_R = self.linear.weight, numbers_R.contiguous()
         assert numbers_R.dtype is torch.int64 and numbers_R.dim() == 1
-        rows = torch.empty(len(numbers_R), weight.num_in, dtype=self.dtype)
-        of_weight = weight.weight, weight.num_in, weight.element_bits
-        native.library().native_unpack(*of_weight, numbers_R.data_ptr(), len(numbers_R), rows.data_ptr())
-        return rows
+        rows = torch.empty(len(numbers_R), weight.num_in, dtype=torch.float32 if self._are_codes else self.dtype)
+        of_rows = numbers_R.data_ptr(), len(numbers_R), rows.data_ptr()
+        if self._are_codes:
+            native.library().native_unpack_codes(self.address, weight.num_in, *of_rows)
+        else:
+            native.library().native_unpack(self.address, weight.num_in, weight.element_bits, *of_rows)
+        return rows.to(self.dtype)
 
 
 class NativeInt8Linear(NativeLinear):
@@ -176,8 +187,9 @@ class NativeInt8Linear(NativeLinear):
     def _bits(self) -> int:
         return self._BITS
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
-        assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
+    def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
+        assert isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float32)
+        assert self._num_in <= native.MAX_INT8_DEPTH
         factors = column_factors(weight, self._inputs)
         packed = self._take_packed()
         # Threads pack what they quantize.
@@ -209,73 +221,33 @@ class NativeInt10Linear(NativeInt8Linear):
     _BITS = 10
 
 
-class GroupedRows(Protocol):
-    """Rows of a weight that are codes in groups of one format, or become such."""
-
-    @property
-    def format(self) -> CodeFormat: ...
-
-    @property
-    def shape(self) -> Shape: ...
-
-
-class GroupedWeight(Protocol):
-    """A weight [out, in] of such rows."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def parts(self) -> Sequence[GroupedRows]: ...
-
-
 class NativeCodedLinear(NativeLinear):
     """The library of engine/backends/cpu with codes in groups, as they are stored; its variants give the same bits."""
 
-    def __init__(
-        self,
-        weight: GroupedWeight,
-        bias: Tensor | None,
-        activation: Activation | None = None,
-        out_dtype: torch.dtype | None = None,
-        variant: native.Variant | None = None,
-        memory: HugePages | None = None,
-    ) -> None:
-        """Pack the codes into `memory`; rows of x are of weight.dtype."""
-        self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
-        self._num_out, self._num_in = weight.shape
-        self._padding, self._memory, self._kept = 0, memory or HugePages(), []
-        variants = native.VARIANTS[native.CODED_VARIANTS]
-        fastest = native.supported_variants(native.CODED_VARIANTS)[-1]
-        self._variant = variants.index(variant or fastest) + 1
-        row, parts = 0, list[native.CodedRows]()
+    def _bits(self) -> int:
+        return native.CODED_VARIANTS
+
+    def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
+        assert isinstance(weight, CodedWeight | JoinedWeight)
+        row, parts = 0, list[tuple[int, int, CodeFormat]]()
         for part in weight.parts:
             assert row % native.COLUMNS == 0
-            its_format = native.CODE_FORMATS.index(part.format)
-            parts.append(native.CodedRows(self._pack_codes(part), row // native.COLUMNS, its_format))
+            parts.append((self._pack_codes(part), row // native.COLUMNS, part.format))
             row += part.shape[0]
-        self.weight = native.PackedWeight(
-            bias=self._pad_outputs(bias),
-            num_in=self._num_in,
-            num_out=self._num_out,
-            activation=native.ACTIVATIONS.index(activation),
-            variant=self._variant,
-            element_bits=max(part.format.bits for part in weight.parts),
-            num_parts=len(parts),
-            parts=(native.CodedRows * len(parts))(*parts),
-        )
+        return self._members(parts, bias)
 
-    @property
-    def x_dtype(self) -> torch.dtype:
-        """The dtype of rows of x."""
-        return self._dtype
+    def _members(self, parts: Sequence[tuple[int, int, CodeFormat]], bias: Tensor | None) -> dict[str, Any]:
+        """Return what `_pack` does for parts of which each is packed somewhere and begins at a panel."""
+        of_parts = [native.CodedRows(*place, native.CODE_FORMATS.index(its)) for *place, its in parts]
+        return {
+            "bias": self._pad_outputs(bias),
+            "element_bits": max(its.bits for *_, its in parts),
+            "num_parts": len(parts),
+            "parts": (native.CodedRows * len(parts))(*of_parts),
+        }
 
-    def _pack_codes(self, weight: GroupedRows) -> int:
+    def _pack_codes(self, weight: CodedWeight) -> int:
         """Keep rows in the library's layout; return where they begin."""
-        assert isinstance(weight, CodedWeight)
         assert all(part is None or part.is_contiguous() for part in weight.tensors)
         numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in weight.tensors))
         sizes = self._num_in, weight.shape[0], native.CODE_FORMATS.index(weight.format)

@@ -54,6 +54,8 @@ CODE_FORMATS = (
     *(CodeFormat(4, "scales", sub_group, has_table=True) for sub_group in (0, 32)),
 )
 """Those that products take. The index is the library's number."""
+ROW_CODES = CodeFormat(8, "scales")
+"""Those of which single rows can be read."""
 CODED_VARIANTS = 4
 """The key of VARIANTS for codes in groups."""
 ROW_MULTIPLE = 32

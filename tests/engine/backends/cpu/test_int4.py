@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gptserve.engine.backends.cpu import int4, native
-from gptserve.engine.backends.cpu.int4 import NativeInt4Linear, RowsOfCodes
-from gptserve.engine.backends.cpu.linear import NativeCodedLinear
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear, PackedRows
 from gptserve.engine.backends.cpu.program import Program, Table
 from gptserve.weights.quantized.coded import GROUP, CodeFormat
 from tests.engine.backends.cpu.coded import product
@@ -131,14 +131,14 @@ def test_rows_are_those_of_the_codes(width: int, dtype: torch.dtype) -> None:
     weight = torch.randn(70, width).to(dtype)
     weight[:, 1::7] *= 1e-6  # subnormal scales
     weight[40, :32] *= 1e-6
-    linear = NativeInt4Linear(weight, RowsOfCodes.FORMAT, None)
-    rows = RowsOfCodes.of(linear)
+    linear = NativeInt4Linear(weight, native.ROW_CODES, None)
+    rows = PackedRows.of(linear)
     assert rows is not None
     assert (rows.dtype, rows.device) == (dtype, torch.device("cpu"))
     numbers = torch.tensor([0, 69, 31, 32, 40, 31])
-    expected = quantize_groups(weight, RowsOfCodes.FORMAT).values(slice(0, 70)).to(dtype)
+    expected = quantize_groups(weight, native.ROW_CODES).values(slice(0, 70)).to(dtype)
     assert torch.equal(rows[numbers], expected[numbers])
-    assert RowsOfCodes.of(NativeInt4Linear(weight, CodeFormat(4, "scales"), None)) is None
+    assert PackedRows.of(NativeInt4Linear(weight, CodeFormat(4, "scales"), None)) is None
 
 
 @pytest.mark.parametrize("wide", [(), ("out",)])
@@ -154,14 +154,14 @@ def test_a_program_embeds_by_codes_as_by_a_plain_table(
     dtype: torch.dtype, variant: native.Variant, wide: tuple[str, ...]
 ) -> None:
     linear, token_ids = (
-        NativeInt4Linear(torch.randn(70, 96).to(dtype), RowsOfCodes.FORMAT, None),
+        NativeInt4Linear(torch.randn(70, 96).to(dtype), native.ROW_CODES, None),
         torch.tensor([69, 0, 33]),
     )
-    rows = RowsOfCodes.of(linear)
+    rows = PackedRows.of(linear)
     assert rows is not None
     plain = rows[torch.arange(70)]
     found = []
-    for table in (Table(rows.address, 1.3, RowsOfCodes.KIND), Table(plain.data_ptr(), 1.3)):
+    for table in (Table(rows.address, 1.3, rows.kind), Table(plain.data_ptr(), 1.3)):
         out = torch.zeros(3, 96, dtype=torch.float32 if wide else dtype)
         program = Program({"out": 96}, dtype.itemsize, variant, wide)
         program.add("embed", "out", "out", table)
