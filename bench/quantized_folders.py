@@ -28,8 +28,12 @@ GROUP_SIZE = 64
 """A divisor of all widths of SmolLM2-135M."""
 
 
-def write_compressed(folder: str, target: str, scheme: str, dtype: str, group_size: int | None = None) -> None:
+def write_compressed(
+    folder: str, target: str, scheme: str, dtype: str, group_size: int | None = None, has_cache: bool = False
+) -> None:
     """Write a folder in one of compressed-tensors' schemes, rounded to nearest, and the floats that it reads from it.
+
+    has_cache adds scales of a KV cache in FP8.
 
     It uses nothing outside itself, as the other writers, which tests run in the libraries' environment.
     """
@@ -44,7 +48,9 @@ def write_compressed(folder: str, target: str, scheme: str, dtype: str, group_si
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
     if group_size is not None:
         groups["group_0"].weights.group_size = group_size
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"} if has_cache else None
+    settings = QuantizationConfig(config_groups=groups, ignore=["lm_head"], kv_cache_scheme=cache)
+    apply_quantization_config(model, settings)
     for module in model.modules():
         if not hasattr(module, "weight_scale"):
             continue

@@ -14,7 +14,7 @@ from gptserve.weights.errors import InvalidCheckpointError, shown
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.quantized import type_of
 from gptserve.weights.quantized.coded import AnyFormat, CodeFormat, gives_codes, joined_format
-from gptserve.weights.quantized.stored_type import PLAIN, Expected, Found, StoredType, UnfitError
+from gptserve.weights.quantized.stored_type import OF_CACHE, PLAIN, Expected, Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
@@ -59,7 +59,7 @@ def find_parts(
             faults.compare(expected, found, stored)
             tensors = {ending: found[ending] for ending in expected if ending in found}
             parts[weight] = Part(stored, its_shape, tensors)
-    if what := faults.describe(family, files):
+    if what := faults.describe(f"{family.ignored}|{OF_CACHE}" if types else family.ignored, files):
         raise InvalidCheckpointError(f"the tensors in {folder} do not fit its config.json: {what}")
     return parts
 
@@ -133,9 +133,9 @@ class _Faults:
             if tensor.dtype not in its.dtypes:
                 self.mistyped.append(f"{shown_name} is {tensor.dtype}, expected one of {', '.join(its.dtypes)}")
 
-    def describe(self, family: Family, files: Mapping[str, StoredTensor]) -> str:
-        """Return all faults in one line; nothing if there is none."""
-        is_ignored = re.compile(family.ignored).fullmatch
+    def describe(self, ignored: str, files: Mapping[str, StoredTensor]) -> str:
+        """Return all faults in one line, nothing if there is none; names that fit the pattern `ignored` are none."""
+        is_ignored = re.compile(ignored).fullmatch
         others = [
             shown(files[name].name)
             for name in files

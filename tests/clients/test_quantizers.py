@@ -135,6 +135,17 @@ def test_compressed_tensors(scheme: str, dtype: str, client: Environment, model:
     check(target, target / "floats", dtype)
 
 
+def test_scales_of_a_cache_of_compressed_tensors_are_no_obstacle(
+    client: Environment, model: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "quantized"
+    target.mkdir()
+    shutil.copy(model / "config.json", target)
+    client.call(write_compressed, str(model), str(target), "FP8", "bfloat16", None, True)
+    assert "model.layers.1.self_attn.v_scale" in load_file(target / "model.safetensors")
+    check(target, target / "floats", "bfloat16")
+
+
 def test_awq_is_what_the_reader_of_compressed_tensors_finds(client: Environment, model: Path) -> None:
     write_quantized(model, AWQ, FORMATS["awq"].of)
     client.call(convert_awq, str(model))

@@ -159,7 +159,6 @@ def read_compressed(section: RawConfig) -> tuple[StoredType, ...]:
     transforms = section.section("transform_config").section("config_groups")
     if transforms.names():
         raise UnsupportedModelError(f"{transforms.file_name} must be absent: transformed weights are not read")
-    section.forbid("kv_cache_scheme", None, "a quantized cache is not computed with")
     groups = section.section("config_groups")
     if not 0 < len(groups.names()) <= MAX_GROUPS:
         raise section.error("config_groups", f"1 to {MAX_GROUPS} groups")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FLOATS = ("BF16", "F16", "F32")
 
+OF_CACHE = r"layers\.\d+\.self_attn\.[kv]_scale"
+"""Scales of a KV cache in FP8, that quantized files may have; ours is in --kv-cache-dtype, and needs none."""
+
 UNPACKED_ROWS = 64
 """`unpack` is asked for rows from a multiple of this on: types that pack outputs into words need not cut a word."""
 

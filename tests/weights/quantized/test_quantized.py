@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +204,6 @@ SECTIONS: dict[str, tuple[Mapping[str, Any], str]] = {
         compressed("pack-quantized", group(**INT4), transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
         "transform_config: config_groups must be absent: transformed weights are not read",
     ),
-    "a cache": (
-        compressed("float-quantized", group(**E4M3), kv_cache_scheme={"num_bits": 8}),
-        "kv_cache_scheme must be null, got {'num_bits': 8}: a quantized cache is not computed with",
-    ),
     "packed 6 bits": (
         compressed("pack-quantized", group(**INT4 | {"num_bits": 6})),
         "config_groups: group_0: weights: num_bits must be 4 or 8, got 6: others are not read",
@@ -343,6 +340,23 @@ def test_a_bias_of_zeros_is_no_obstacle_and_another_one_is(
     message = r"1 unexpected \('model\.layers\.0\.mlp\.down_proj\.bias'\)$"
     with pytest.raises(InvalidCheckpointError, match=message):
         stream(spoil(folder, tmp_path / "one", bias=bias))
+
+
+def test_scales_of_a_cache_are_no_obstacle_in_a_quantized_folder_and_are_one_in_others(tmp_path: Path) -> None:
+    form = FORMATS["packed"]
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    folder = tmp_path / "quantized"
+    plain = write(folder, replace(form, section={**form.section, "kv_cache_scheme": cache}))
+    for its in (folder, plain):
+        scales = {f"model.layers.1.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+        save_file(load_file(its / "model.safetensors") | scales, its / "model.safetensors")
+    with pytest.raises(InvalidCheckpointError, match=r"2 unexpected \('model\.layers\.1\.self_attn\.k_scale'; "):
+        stream(plain)
+    save_file(
+        {name: its for name, its in load_file(plain / "model.safetensors").items() if name not in scales},
+        plain / "model.safetensors",
+    )
+    assert all_equal(stream(folder), stream(plain))
 
 
 def test_a_width_that_fills_no_word_is_refused(tmp_path: Path) -> None:
