@@ -87,7 +87,8 @@ class Keys:
         """Return which layers have windows; all but each `period`-th, for a file that does not say."""
         value, num = self.get("attention.sliding_window_pattern"), self.size("block_count")
         if isinstance(value, list):
-            if len(value) != num or not all(type(entry) in (bool, int) for entry in value):
+            # Layers behind the last one are in the list or, in files of K-EXAONE, not.
+            if len(value) not in (num, self.num_layers) or not all(type(entry) in (bool, int) for entry in value):
                 raise self.fault("attention.sliding_window_pattern", f"an integer or a list of {num}")
             slides = [bool(entry) for entry in value]
         else:

@@ -164,11 +164,12 @@ def test_experts_may_be_tensors_of_their_own(tmp_path: Path) -> None:
     assert named_tensors(header) == expected
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "tensor"), [("GLM 4.5", "blk.2.nextn"), ("K-EXAONE, past its window", "blk.4.nextn")])
+def test_layers_that_predict_further_tokens_are_left_out(name: str, tensor: str, tmp_path: Path) -> None:
     folder, path = tmp_path / "folder", tmp_path / "model.gguf"
-    write_model(folder, *MODELS["GLM 4.5"])
+    write_model(folder, *MODELS[name])
     write_gguf(folder, path, GGMLQuantizationType.Q8_0, num_behind=1)
-    assert "blk.2.nextn.enorm.weight" in read_header(path).tensors
+    assert f"{tensor}.enorm.weight" in read_header(path).tensors
     its = resolve_model(str(path))
     assert replace(load_config(its), eos_token_ids=()) == replace(load_config(folder), eos_token_ids=())
     Checkpoint(its, load_config(its))
