@@ -56,8 +56,6 @@ _BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
 """Of a weight's element; GROUPED has the others."""
 GROUPED: tuple[WeightType, ...] = ("int4", "int5", "int8_groups")
 """The types that are codes in groups, which the quantization int4 uses."""
-EMBEDDING_CODES = native.ROW_CODES
-"""A tied head in them is the embedding, too."""
 OF_STREAM = ("qkv", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
 _WIDE_BYTES = 4  # of scales, factors and what is not quantized
@@ -106,7 +104,7 @@ def weight_type_of(linear: str, num_layers: int, quantization: Quantization | No
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
     """Return the codes of one of GROUPED with rows of num_in: least values, with sub-scales where super groups fit."""
     if weight_type == "int8_groups":
-        return EMBEDDING_CODES
+        return CodeFormat(8, "scales")
     return CodeFormat(4 if weight_type == "int4" else 5, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
 
 
@@ -118,8 +116,7 @@ def keeps_codes(config: EngineConfig) -> bool:
 def codes_kept(model: ModelConfig, formats: Mapping[str, AnyFormat]) -> dict[str, AnyFormat]:
     """Return those of the weights that can come as codes which a CPU keeps so, by their canonical names.
 
-    They are what a quantization changes. Codes of an embedding are for a tied head; it is also kept in its dtype,
-    unless they are EMBEDDING_CODES.
+    They are what a quantization changes. Codes of an embedding are those of a tied head, by which tokens are embedded.
     """
     linears = {f"{name}.weight" for name in (*_QUANTIZED, *(("embed",) if model.tied_head else ()))}
     return {name: its for name, its in formats.items() if name.split(".", name.count(".") - 1)[-1] in linears}
@@ -173,8 +170,7 @@ def held_weights(
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
     `kept` is the stored type that a device keeps, if any; `codes` are what `codes_kept` returns. A tied head is the
-    embedding, which is then in 8 bits in int4, as are codes with scales alone; in int8 or as other codes it is a copy
-    beside it.
+    embedding, which is then in 8 bits in int4, or in its codes; in int8 it is a copy beside it.
     On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
     weights may take: how many outputs and channels are not quantized depends on their values.
     """
@@ -187,7 +183,7 @@ def held_weights(
             weight_type = weight_type_of("head" if is_head else linear, model.num_layers, quantization)
         if kept is not None and held is not None:
             its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
-        elif name in codes and (name != "embed.weight" or codes[name] == EMBEDDING_CODES):
+        elif name in codes:
             its_type, num_bytes = codes[name].name, codes[name].num_bytes(shape)
         elif weight_type is not None:
             its_type, num_bytes = str(weight_type), _quantized_bytes(linear, shape, weight_type)
@@ -196,18 +192,12 @@ def held_weights(
         embedding_bytes = num_bytes if name == "embed.weight" else embedding_bytes
         yield HeldWeight(part, name, its_type, num_bytes, math.ceil(num_bytes * _share_read(model, name)))
     if model.tied_head and share.rank == 0:
-        head, its_codes = (model.vocab_size, model.embed_size or model.hidden_size), codes.get("embed.weight")
-        copy_type: str | None = None
-        head_type: str | None = weight_type_of("head", model.num_layers, quantization)
-        num_bytes = embedding_bytes
-        if its_codes is not None and its_codes == EMBEDDING_CODES:
-            head_type = its_codes.name
-        elif its_codes is not None:
-            copy_type, num_bytes = its_codes.name, its_codes.num_bytes(head)
-        elif quantization == "int8":
-            copy_type, num_bytes = quantization, _quantized_bytes("head", head)
-        held_bytes = 0 if copy_type is None else num_bytes
-        yield HeldWeight("head", "head.weight", copy_type or head_type, held_bytes, num_bytes)
+        its_codes, held_bytes = codes.get("embed.weight"), 0
+        head_type = weight_type_of("head", model.num_layers, quantization) if its_codes is None else its_codes.name
+        if quantization == "int8":
+            head = model.vocab_size, model.embed_size or model.hidden_size
+            head_type, held_bytes = quantization, _quantized_bytes("head", head)
+        yield HeldWeight("head", "head.weight", head_type, held_bytes, held_bytes or embedding_bytes)
 
 
 def _share_read(model: ModelConfig, name: str) -> float:

@@ -89,10 +89,8 @@ def test_several_types_in_a_layer_give_nearly_what_they_are_unpacked_to(tmp_path
     assert (found - expected).std() < 0.04 * expected.std()
 
 
-@pytest.mark.parametrize(("quant", "is_shared"), [(Q8_0, True), (Q4_1, False)], ids=["Q8_0", "Q4_1"])
-def test_an_embedding_of_8_bits_is_read_from_the_codes_of_its_head(
-    quant: GGMLQuantizationType, is_shared: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("quant", [Q8_0, Q4_1, q4_k_m], ids=["Q8_0", "Q4_1", "Q4_K_M"])
+def test_an_embedding_is_read_from_the_codes_of_its_head(quant: GGMLQuantizationType | TypeOf, tmp_path: Path) -> None:
     folder = written("Llama, biases, own head size, tied", tmp_path, quant)
     model = load_config(folder)
     found = make_engine(folder, dtype="bfloat16")._runner._decoder._embedding
@@ -102,14 +100,13 @@ def test_an_embedding_of_8_bits_is_read_from_the_codes_of_its_head(
         if name == "embed.weight"
     )
     assert isinstance(table, torch.Tensor)
-    assert isinstance(found, PackedRows) == is_shared
+    assert isinstance(found, PackedRows)
     assert torch.equal(found[torch.arange(model.vocab_size)], table)
 
     codes = codes_kept(model, code_formats(folder, model))
     sizes = {its.name: its.num_bytes for its in held_weights(model, 2, codes=codes)}
     num_bytes = codes["embed.weight"].num_bytes((model.vocab_size, model.hidden_size))
-    plain = 2 * model.vocab_size * model.hidden_size
-    assert (sizes["embed.weight"], sizes["head.weight"]) == ((num_bytes, 0) if is_shared else (plain, num_bytes))
+    assert (sizes["embed.weight"], sizes["head.weight"]) == (num_bytes, 0)
 
 
 def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ PackedLinear makes such calls. runner/products.py chooses.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -132,7 +133,7 @@ class NativeLinear:
 
 
 class PackedRows:
-    """The rows of a NativeLinear, as a Rows: with their bits in fp32 or bf16, rounded to its dtype in ROW_CODES."""
+    """The rows of a NativeLinear, as a Rows: with their bits in fp32 or bf16, rounded to its dtype if codes."""
 
     device = torch.device("cpu")
 
@@ -141,16 +142,14 @@ class PackedRows:
         """Return the rows, if they can be read."""
         if not isinstance(linear, NativeLinear):
             return None
-        formats = [native.CODE_FORMATS[part.format] for part in linear.weight.parts[: linear.weight.num_parts]]
-        is_readable = formats == [native.ROW_CODES] or linear.weight.element_bits >= 16
-        return cls(linear) if is_readable else None
+        return cls(linear) if linear.weight.num_parts == 1 or linear.weight.element_bits >= 16 else None
 
     def __init__(self, linear: NativeLinear) -> None:
         self.linear, self.dtype = linear, linear.dtype
         weight, self._are_codes = linear.weight, linear.weight.num_parts > 0
         self.kind = native.CODED_ROWS if self._are_codes else native.PACKED_ROWS
-        self.address = weight.parts[0].weight if self._are_codes else weight.weight
-        """Where they are packed."""
+        self.address = ctypes.addressof(weight.parts[0]) if self._are_codes else weight.weight
+        """Of the packed weight, or of the CodedRows that say where it is."""
 
     def __getitem__(self, numbers_R: Tensor) -> Tensor:
         weight, numbers_R = self.linear.weight, numbers_R.contiguous()
@@ -158,7 +157,7 @@ class PackedRows:
         rows = torch.empty(len(numbers_R), weight.num_in, dtype=torch.float32 if self._are_codes else self.dtype)
         of_rows = numbers_R.data_ptr(), len(numbers_R), rows.data_ptr()
         if self._are_codes:
-            native.library().native_unpack_codes(self.address, weight.num_in, *of_rows)
+            native.library().native_unpack_codes(weight.parts, weight.num_in, *of_rows)
         else:
             native.library().native_unpack(self.address, weight.num_in, weight.element_bits, *of_rows)
         return rows.to(self.dtype)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 29
+ABI = 30
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
@@ -54,8 +54,6 @@ CODE_FORMATS = (
     *(CodeFormat(4, "scales", sub_group, has_table=True) for sub_group in (0, 32)),
 )
 """Those that products take. The index is the library's number."""
-ROW_CODES = CodeFormat(8, "scales")
-"""Those of which single rows can be read."""
 CODED_VARIANTS = 4
 """The key of VARIANTS for codes in groups."""
 ROW_MULTIPLE = 32
@@ -100,7 +98,7 @@ FUNCTIONS: Functions = {
     "native_populate_first": (None, c_void_p, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_unpack": (None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
-    "native_unpack_codes": (None, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+    "native_unpack_codes": (None, POINTER(CodedRows), c_int64, c_void_p, c_int64, c_void_p),
     "native_grouped_size": (c_int64, c_int64, c_int64, c_int64),
     "native_pack_groups": (None, POINTER(NumbersOfCodes), c_int64, c_int64, c_int64, c_void_p),
     "native_round_groups": (

@@ -14,7 +14,7 @@
 // lower halves of its bytes, of the next four in the upper ones. A word of upper bits has one or two bits of each of 32 or
 // 16 codes: a byte has those of every fourth code, from its lowest bits on.
 //
-// groups.cpp computes with them and packs them; linear.cpp cuts their products into chunks.
+// groups.cpp computes with them and packs them; linear.cpp cuts their products into chunks. code_rows.h reads single rows.
 
 #pragma once
 

@@ -95,7 +95,7 @@ static void pack_panel_10(void* job, int64_t panel) {
 }
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 29; }
+EXPORT int native_abi() { return 30; }
 
 // Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element; 4 stands for
 // codes in groups, of 8 bits, too.
@@ -165,12 +165,13 @@ EXPORT void native_unpack(const uint8_t* packed, int64_t num_in, int64_t element
         unpack(packed_row(packed, num_in, element_bits, numbers[i]), 0, row_bytes, rows + i * row_bytes);
 }
 
-// The same of one that is packed as codes of 8 bits with scales, in fp32.
-EXPORT void native_unpack_codes(const uint8_t* packed, int64_t num_in, const int64_t* numbers, int64_t num_rows,
+// The same of one that is codes in groups, of one part, in fp32.
+EXPORT void native_unpack_codes(const CodedRows* packed, int64_t num_in, const int64_t* numbers, int64_t num_rows,
                                 float* rows) {
-    for (int64_t i = 0; i < num_rows; i++, rows += num_in)
-        for (int64_t start = 0; start < num_in; start += 16)
-            unpack_codes(coded_panel(packed, num_in, numbers[i]), numbers[i] % COLUMNS, start, rows + start);
+    for (int64_t i = 0; i < num_rows; i++, rows += num_in) {
+        const CodedRow row = coded_row(*packed, num_in, numbers[i]);
+        for (int64_t start = 0; start < num_in; start += 16) unpack_codes(row, start, rows + start);
+    }
 }
 
 // x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out], out [rows][num_out]; all

@@ -77,9 +77,9 @@ struct Step {
 enum TableKind { ROWS, PACKED_ROWS, CODED_ROWS };
 
 struct Table {
-    const void* rows;  // of the program's elements
+    const void* rows;  // of the program's elements; by `packed`, a packed weight or CodedRows
     float scale;
-    int32_t packed;  // EMBED only: rows of a packed weight in fp32 or bf16 (linear.h), or in codes (code_rows.h)
+    int32_t packed;  // EMBED only: rows of a packed weight in fp32 or bf16 (linear.h), or of codes (code_rows.h)
 };
 
 // Of each row, `count` vectors of `width` elements from `first` on are normalised. The mean is taken off if `centred`.

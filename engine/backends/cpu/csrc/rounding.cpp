@@ -1,8 +1,6 @@
 // Weights that become codes of 4, 5 or 8 bits in groups while a model loads, in their packed layout (groups.h). The
 // kernel, which says how, is rounding_kernel.h's.
 
-#include "groups.h"
-
 #include "code_rows.h"
 #include "team.h"
 

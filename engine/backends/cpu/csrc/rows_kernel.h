@@ -51,10 +51,10 @@ static void embed(const Operation& op, const Program& program, const Step& step,
     const Row<T> to = wide_or_narrow_row<T>(program, op.out, row);
     const Floats scale = broadcast(table.scale);
     if (table.packed == CODED_ROWS) {
-        const uint8_t* from = coded_panel((const uint8_t*)table.rows, width, token_id);
+        const CodedRow from = coded_row(*(const CodedRows*)table.rows, width, token_id);
         each(width, [=](int64_t i, int count) {
             float values[16];
-            unpack_codes(from, token_id % COLUMNS, i, values);
+            unpack_codes(from, i, values);
             to.set(i, count, as_stored<T>(load(values, count)) * scale);
         });
         return;

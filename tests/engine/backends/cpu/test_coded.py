@@ -1,4 +1,4 @@
-"""Products with codes in groups: the kernels of each set of instructions against their definition, bit for bit."""
+"""Products with codes in groups, by each set of instructions, and rows of them: against their definition, by bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.linear import NativeCodedLinear
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear, PackedRows
+from gptserve.engine.backends.cpu.program import Program, Table
 from gptserve.weights.quantized.coded import (
     CodedWeight,
     CodeFormat,
@@ -128,6 +129,53 @@ def test_rows_of_several_formats_are_products_of_each(variant: native.Variant) -
     x, bias = torch.randn(7, 256), torch.randn(sum(len(part.codes) for part in parts))
     joined = NativeCodedLinear(JoinedWeight(tuple(parts)), bias, variant=variant)
     assert_same(joined(x), torch.cat([product(x, part) for part in parts], 1) + bias)
+
+
+@of_all
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_out", [1, 32, 70])
+def test_rows_are_those_that_a_weight_is_unpacked_to(its: CodeFormat, num_out: int, dtype: torch.dtype) -> None:
+    for num_in in (256, 768) if its.sub_group else (32, 96, 576):
+        weight = random_weight(its, num_out, num_in, dtype)
+        weight.codes[0, :16], weight.codes[-1, 16:32] = (1 << its.bits) - 1, 0
+        weight.scales[num_out // 2, -1] = torch.inf
+        rows, numbers = PackedRows.of(NativeCodedLinear(weight, None)), torch.arange(num_out)
+        assert rows is not None
+        assert (rows.dtype, rows.device) == (dtype, torch.device("cpu"))
+        expected = weight.values(slice(None)).to(dtype)
+        bits = torch.int32 if dtype is torch.float32 else torch.int16
+        for some in (numbers, numbers.flip(0)[::3], numbers[[0, -1, 0]], numbers[:0]):
+            is_number = ~expected[some].isnan()
+            assert torch.equal(rows[some].isnan(), ~is_number)
+            assert torch.equal(rows[some].view(bits)[is_number], expected[some].view(bits)[is_number])
+
+
+def test_a_weight_of_several_formats_gives_no_rows() -> None:
+    parts = random_weight(FORMATS[0], 32, 256), random_weight(FORMATS[3], 32, 256)
+    assert PackedRows.of(NativeCodedLinear(JoinedWeight(parts), None)) is None
+
+
+@of_all
+@pytest.mark.parametrize("wide", [(), ("out",)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_program_embeds_by_codes_as_by_a_plain_table(
+    its: CodeFormat, dtype: torch.dtype, wide: tuple[str, ...]
+) -> None:
+    width, token_ids = 256 if its.sub_group else 96, torch.tensor([69, 0, 33])
+    weight = random_weight(its, 70, width, dtype)
+    rows, plain = PackedRows.of(NativeCodedLinear(weight, None)), weight.values(slice(None)).to(dtype)
+    assert rows is not None
+    for variant in native.supported_variants(8 * dtype.itemsize):
+        found = []
+        for table in (Table(rows.address, 1.3, rows.kind), Table(plain.data_ptr(), 1.3)):
+            out = torch.zeros(3, width, dtype=torch.float32 if wide else dtype)
+            program = Program({"out": width}, dtype.itemsize, variant, wide)
+            program.add("embed", "out", "out", table)
+            program.place("out", out.data_ptr())
+            program.run(3, token_ids.data_ptr())
+            found.append(out)
+        assert torch.equal(*found)
+        assert found[0].any()
 
 
 def test_formats_that_no_weight_can_have_together_are_not_joined() -> None:

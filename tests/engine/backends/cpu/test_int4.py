@@ -1,4 +1,4 @@
-"""Weights that become codes while they load: how they are rounded, products with them, and rows of them."""
+"""Weights that become codes while they load: how they are rounded, and products with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from gptserve.engine.backends.cpu import int4, native
 from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
-from gptserve.engine.backends.cpu.linear import NativeCodedLinear, PackedRows
-from gptserve.engine.backends.cpu.program import Program, Table
+from gptserve.engine.backends.cpu.linear import NativeCodedLinear
 from gptserve.weights.quantized.coded import GROUP, CodeFormat
 from tests.engine.backends.cpu.coded import product
 from tests.engine.backends.cpu.rounding import quantize_groups
@@ -121,52 +120,3 @@ def test_products_are_those_with_the_codes(its: CodeFormat, num_out: int, monkey
     for squares in (None, torch.rand(256)):
         y = NativeInt4Linear(weight, its, bias, "relu", squares=squares)(x)
         assert torch.equal(y, (product(x, quantize_groups(weight, its, squares)) + bias).relu())
-
-
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [32, 96, 576])
-def test_rows_are_those_of_the_codes(width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(width)
-    weight = torch.randn(70, width).to(dtype)
-    weight[:, 1::7] *= 1e-6  # subnormal scales
-    weight[40, :32] *= 1e-6
-    linear = NativeInt4Linear(weight, native.ROW_CODES, None)
-    rows = PackedRows.of(linear)
-    assert rows is not None
-    assert (rows.dtype, rows.device) == (dtype, torch.device("cpu"))
-    numbers = torch.tensor([0, 69, 31, 32, 40, 31])
-    expected = quantize_groups(weight, native.ROW_CODES).values(slice(0, 70)).to(dtype)
-    assert torch.equal(rows[numbers], expected[numbers])
-    assert PackedRows.of(NativeInt4Linear(weight, CodeFormat(4, "scales"), None)) is None
-
-
-@pytest.mark.parametrize("wide", [(), ("out",)])
-@pytest.mark.parametrize(
-    ("dtype", "variant"),
-    [
-        (dtype, its)
-        for dtype in (torch.float32, torch.bfloat16)
-        for its in native.supported_variants(8 * dtype.itemsize)
-    ],
-)
-def test_a_program_embeds_by_codes_as_by_a_plain_table(
-    dtype: torch.dtype, variant: native.Variant, wide: tuple[str, ...]
-) -> None:
-    linear, token_ids = (
-        NativeInt4Linear(torch.randn(70, 96).to(dtype), native.ROW_CODES, None),
-        torch.tensor([69, 0, 33]),
-    )
-    rows = PackedRows.of(linear)
-    assert rows is not None
-    plain = rows[torch.arange(70)]
-    found = []
-    for table in (Table(rows.address, 1.3, rows.kind), Table(plain.data_ptr(), 1.3)):
-        out = torch.zeros(3, 96, dtype=torch.float32 if wide else dtype)
-        program = Program({"out": 96}, dtype.itemsize, variant, wide)
-        program.add("embed", "out", "out", table)
-        program.place("out", out.data_ptr())
-        program.run(3, token_ids.data_ptr())
-        found.append(out)
-    assert torch.equal(*found)
-    assert found[0].any()
