@@ -42,8 +42,14 @@ class FolderFileStore(FileStore):
 
     async def begin(self, file_id: str, batch_id: str | None = None) -> NewContent:
         """Begin a file."""
-        path, file = await self._run(lambda folder: _begin(folder, file_id))
-        return _NewFile(self, path, file)
+        beginning = asyncio.create_task(self._run(lambda folder: _begin(folder, file_id)))
+        try:
+            return _NewFile(self, *await asyncio.shield(beginning))
+        except asyncio.CancelledError:
+            await asyncio.wait([beginning])
+            if beginning.exception() is None:
+                await _NewFile(self, *beginning.result()).discard()
+            raise
 
     async def open(self, file_id: str) -> BinaryIO:
         """Return the bytes of a file."""
@@ -101,22 +107,34 @@ class _Opening:
 
 
 class _NewFile(NewContent):
+    """What a thread does of it goes on without a caller who is cancelled, and ends before it is discarded."""
+
     def __init__(self, store: FolderFileStore, path: Path, file: BinaryIO) -> None:
         self._store, self._path, self._file = store, path, file
+        self._call: asyncio.Task[object] | None = None
+        self._is_kept = False
 
     async def write(self, data: bytes) -> None:
         """Add bytes."""
-        await self._store._run(lambda _: self._file.write(data))
+        await self._to_its_end(lambda _: self._file.write(data))
 
     async def keep(self, record: FileRecord) -> None:
         """Write the record."""
-        await self._store._run(lambda folder: _keep(folder, self._file, record))
+        await self._to_its_end(lambda folder: _keep(folder, self._file, record))
+        self._is_kept = True
 
     async def discard(self) -> None:
-        """Delete the bytes, unless they were kept."""
-        if not self._file.closed:
+        """Delete the bytes, and a record of them that nobody has been told of."""
+        if self._call is not None:
+            await asyncio.wait([self._call])
+        if not self._is_kept:
             self._file.close()
-            await self._store._run(lambda _: _delete(self._path))
+            await self._store._run(lambda _: _delete(self._path.with_suffix(_RECORD), self._path))
+
+    async def _to_its_end(self, call: Callable[[Path], object]) -> None:
+        self._call = asyncio.create_task(self._store._run(call))
+        self._call.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have gone
+        await asyncio.shield(self._call)
 
 
 def _begin(folder: Path, file_id: str) -> tuple[Path, BinaryIO]:

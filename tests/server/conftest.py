@@ -196,7 +196,8 @@ class LiveServer(Api):
             protocol=protocol,
         )
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self._listening = threading.Event()
+        self._listening = threading.Event()  # or it never will, as starting it has failed
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     @property
@@ -222,6 +223,11 @@ class LiveServer(Api):
     def running(self) -> Iterator[LiveServer]:
         self._thread.start()
         assert self._listening.wait(20), "uvicorn did not start"
+        if self._failure is not None:
+            self._thread.join(20)
+            self._socket.close()
+            self.close()
+            raise self._failure
         try:
             yield self
         finally:
@@ -239,9 +245,14 @@ class LiveServer(Api):
                 self._listening.set()
 
             self.server.startup = announce  # type: ignore[method-assign]
-            await self.app.state.files.start()
-            await self.app.state.jobs.start()
-            await self.app.state.batches.start()
+            try:
+                await self.app.state.files.start()
+                await self.app.state.jobs.start()
+                await self.app.state.batches.start()
+            except BaseException as error:
+                self._failure = error
+                self._listening.set()
+                return
             await self.server.serve([self._socket])
             await self.engine.close()
             await self.app.state.jobs.settle()

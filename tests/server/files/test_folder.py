@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -145,6 +147,54 @@ def test_a_file_is_closed_for_whoever_was_cancelled_while_it_was_opened(tmp_path
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await opening
+        await store.close()
+
+    run(test())
+    gc.collect()  # a file that is still open would warn
+
+
+def test_a_caller_who_is_cancelled_while_a_file_is_kept_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_there, may_go_on = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def wait(descriptor: int) -> None:
+        sync(descriptor)
+        is_there.set()
+        assert may_go_on.wait(20)
+
+    async def test() -> None:
+        store = FolderFileStore(tmp_path)
+        content = await store.begin("file-1")
+        await content.write(b"abcdef")
+        monkeypatch.setattr(os, "fsync", wait)
+        keeping = asyncio.create_task(content.keep(RECORD))
+        assert await asyncio.to_thread(is_there.wait, 20)
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+        discarding = asyncio.create_task(content.discard())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await discarding
+        await store.close()
+
+    run(test())
+    assert names(tmp_path) == ["lock"]
+
+
+def test_who_is_cancelled_while_a_file_is_begun_leaves_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = FolderFileStore(tmp_path)
+        for _ in range(10):
+            beginning = asyncio.create_task(store.begin("file-1"))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            beginning.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await beginning
+        assert names(tmp_path) in ([], ["lock"])
         await store.close()
 
     run(test())
