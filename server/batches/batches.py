@@ -209,7 +209,8 @@ class Batches:
         return batch
 
     def _drop(self, batch_id: str) -> None:
-        batch = self._batches.pop(batch_id)
+        if (batch := self._batches.pop(batch_id, None)) is None:  # another server's task, or another task, was first
+            return
         self._files.give_room(batch.record.owner, batch.held_bytes)
         if not batch.record.has_ended:
             self._files.let_go(batch.record.input_file_id)
@@ -232,7 +233,7 @@ class Batches:
     async def _hold_regularly(self) -> None:
         """Run the batches of a shared store whose leases this server has, and take some that nobody has."""
         while True:
-            await asyncio.sleep(HOLD_INTERVAL_S * random.uniform(0.75, 1.0))  # not all servers at once
+            await asyncio.sleep(HOLD_INTERVAL_S * random.uniform(1.0, 1.5))  # not all servers at once
             if self._can_run:
                 try:
                     await self._hold()
@@ -241,13 +242,23 @@ class Batches:
 
     async def _hold(self) -> None:
         assert self._store.sharing is not None
+        mine = self._tasks.keys() - self._beginning  # before it asks
         fingerprints = {model.engine.info.fingerprint for _, model in self._service.models}
         held = await self._store.sharing.hold(fingerprints, max(0, MAX_RUNNING - len(self._tasks)))
+        for batch_id in mine - held.keys():
+            self._let_go(batch_id)
         for batch_id, is_cancelled in held.items():
             if batch_id not in self._tasks and batch_id not in self._beginning:
                 await self._take(batch_id)
             elif is_cancelled and (batch := self._batches.get(batch_id)) is not None and not batch.is_cancelled:
                 self._stop(batch)
+
+    def _let_go(self, batch_id: str) -> None:
+        """Compute no more lines of a batch whose lease this server has lost; one that it ends it does not lose."""
+        batch, task = self._batches.get(batch_id), self._tasks.get(batch_id)
+        if batch is not None and task is not None and batch.record.status in ("validating", "in_progress"):
+            logger.info("batch %s goes on at another server", batch_id)
+            task.cancel()
 
     async def _take(self, batch_id: str) -> None:
         await self._look([batch_id])

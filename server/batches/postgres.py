@@ -39,6 +39,8 @@ mine AS (
     SELECT l.batch_id FROM gptserve.batch_leases l, me WHERE l.batch_id = %(batch_id)s AND l.replica = me.id
     FOR KEY SHARE OF l
 )"""
+# A record waits until it is on the disk with all before it: a crash takes back neither an end nor what was read then.
+_DURABLY = "set_config('synchronous_commit', 'on', true)"
 ADD = f"""
 {_ME},
 new AS (
@@ -46,23 +48,26 @@ new AS (
     ON CONFLICT DO NOTHING RETURNING batch_id, created
 )
 INSERT INTO gptserve.batch_leases
-SELECT new.batch_id, %(input_file_id)s, %(fingerprint)s, new.created, me.id FROM new, me RETURNING batch_id
+SELECT new.batch_id, %(input_file_id)s, %(fingerprint)s, new.created, me.id FROM new, me
+RETURNING batch_id, {_DURABLY}
 """
 IS_HELD = "SELECT batch_id FROM gptserve.batch_leases WHERE batch_id = %(batch_id)s AND replica = %(me)s"
 # Who cancels a batch, and who begins to write its files, write the same row: the first one has it.
 PUT = f"""
 {_MINE}
 UPDATE gptserve.batch_records r SET status = %(status)s, record = %(record)s FROM mine
-WHERE r.batch_id = mine.batch_id AND (%(status)s <> 'finalizing' OR r.cancelled_at IS NULL) RETURNING r.batch_id
+WHERE r.batch_id = mine.batch_id AND (%(status)s <> 'finalizing' OR r.cancelled_at IS NULL)
+RETURNING r.batch_id, {_DURABLY}
 """
 END = f"""
 {_ME},
 gone AS (
     DELETE FROM gptserve.batch_leases l USING me WHERE l.batch_id = %(batch_id)s AND l.replica = me.id
     RETURNING l.batch_id
-)
+),
+begun AS (DELETE FROM gptserve.batch_begun b USING gone WHERE b.batch_id = gone.batch_id)
 UPDATE gptserve.batch_records r SET status = %(status)s, record = %(record)s FROM gone
-WHERE r.batch_id = gone.batch_id RETURNING r.batch_id
+WHERE r.batch_id = gone.batch_id RETURNING r.batch_id, {_DURABLY}
 """
 IS_PUT = "SELECT batch_id FROM gptserve.batch_records WHERE batch_id = %(batch_id)s AND record = %(record)s"
 BEGIN_LINE = f"""
@@ -100,6 +105,11 @@ DROP = f"""
 DELETE FROM gptserve.batch_results WHERE batch_id = %(batch_id)s AND n IN (
     SELECT n FROM gptserve.batch_results WHERE batch_id = %(batch_id)s LIMIT {_DROPPED}
 ) RETURNING n
+"""
+UNDROPPED = """
+SELECT r.batch_id FROM gptserve.batch_records r
+WHERE NOT EXISTS (SELECT FROM gptserve.batch_leases l WHERE l.batch_id = r.batch_id)
+AND EXISTS (SELECT FROM gptserve.batch_results s WHERE s.batch_id = r.batch_id)
 """
 FORGET = "DELETE FROM gptserve.batch_records WHERE batch_id = %(batch_id)s RETURNING batch_id"
 IDS = "SELECT batch_id FROM gptserve.batch_records"
@@ -148,7 +158,12 @@ class PostgresBatchStore(BatchStore, SharedBatches):
         return self
 
     async def load(self) -> list[BatchRecord]:
-        """Return all batches. Which of them are this server's, `hold` says."""
+        """Return all batches. Which of them are this server's, `hold` says.
+
+        Results of batches that have ended are dropped, as a server may have died before it did so.
+        """
+        for (batch_id,) in await self._rows(UNDROPPED):
+            await self.drop_results(batch_id)
         return [to_shared(row).record for row in await self._rows(FIND_ALL)]
 
     async def add(self, record: BatchRecord, fingerprint: str) -> None:

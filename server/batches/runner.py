@@ -110,6 +110,9 @@ class BatchRunner:
         self._clear(batch)
         if not batch.record.has_ended:
             await self._finish(batch)
+        if batch.record.status == "in_progress":
+            batch.suspects = {}
+            await self.run(batch)
 
     def _clear(self, batch: KeptBatch) -> None:
         """Let others be computed if this was the last batch with suspects."""
@@ -190,7 +193,7 @@ class BatchRunner:
                 message = f"{num_deaths} servers in a row ended while they computed this request"
                 await self._add(batch, raw, self._failed(batch.record, raw, "generation_failed", message), failed=True)
             elif num_deaths:
-                await self._line(batch, raw)
+                await self._line(batch, raw, is_filler=False)
 
     async def _lines_of(self, file: BinaryIO) -> AsyncIterator[RawLine]:
         unread = read_lines(file, self._service.options.settings.max_body_bytes)
@@ -202,10 +205,10 @@ class BatchRunner:
         self._lines.give_back(owner)
         self._line_ended.set()
 
-    async def _line(self, batch: KeptBatch, raw: RawLine) -> None:
+    async def _line(self, batch: KeptBatch, raw: RawLine, *, is_filler: bool = True) -> None:
         await self._again(batch, lambda: self._store.begin_line(batch.record.batch_id, raw.n))
         record = batch.record
-        of_lines, urls = Batch(record.batch_id, record.created, record.owner), (record.endpoint,)
+        of_lines, urls = Batch(record.batch_id, record.created, record.owner, is_filler), (record.endpoint,)
         result, failed = await compute_line(self._service, of_lines, raw, self._wait_for_room, urls)
         await self._add(batch, raw, result, failed=failed)
 
@@ -234,7 +237,10 @@ class BatchRunner:
                 await self._line_ended.wait()
 
     async def _finish(self, batch: KeptBatch) -> None:
-        """Write the files of a batch that is computed, cancelled or out of time; then it has ended."""
+        """Write the files of a batch that is computed, cancelled or out of time; then it has ended.
+
+        If it is none of these, as a database that crashed has lost results, it is in progress again.
+        """
         try:
             await self._put(batch, "cancelling" if batch.is_cancelled else "finalizing")
         except BatchCancelledError:
@@ -245,6 +251,9 @@ class BatchRunner:
         batch_id, num_lines = batch.record.batch_id, batch.record.num_lines
         results = await self._again(batch, lambda: self._store.results(batch_id))
         num_missing = num_lines - results.num_completed - results.num_failed
+        if num_missing and not batch.is_cancelled and self._clock() < batch.record.expires_at:
+            await self._put(batch, "in_progress")
+            return
         is_late = not batch.is_cancelled and (num_missing > 0 or num_lines == 0)
         late = results if is_late and num_missing else None
         output_id = await self._write(batch, "output") if results.num_completed else None

@@ -1,5 +1,7 @@
 """Computes the lines of a batch: each is a completion behind all others (Request.is_filler), answered in one piece.
 
+One that servers may have died of does not wait behind others: those might die meanwhile, for which it would be blamed.
+
 `ENDPOINTS` is the one table of what a line may ask for. A line's ids, its time and, without a seed of its own, its seed
 are drawn from the batch and its number: whoever computes it again gets the same. Knows no HTTP and no files.
 """
@@ -43,11 +45,15 @@ _ENCODER = PiecewiseEncoder(ensure_ascii=False)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the lines of a batch have in common. `created` is in seconds since the epoch."""
+    """What the lines of a batch have in common. `created` is in seconds since the epoch.
+
+    is_filler: whether they wait behind all other requests.
+    """
 
     batch_id: str
     created: int
     owner: str | None = None
+    is_filler: bool = True
 
 
 Take = Callable[..., tuple[dict[str, object], list[str]]]
@@ -242,11 +248,12 @@ async def _embed(plan: PooledPlan, planning: Service, started_at: float, wait: W
 
 
 def _of_line(plan: CompletionPlan, batch: Batch, n: int) -> CompletionPlan:
-    """Return a plan with the ids and the time of a line, whose requests wait behind all others."""
+    """Return a plan with the ids and the time of a line."""
     completion_id = f"{plan.shape.id_prefix}{line_digest(batch.batch_id, n)}"
     identity = replace(plan.identity, completion_id=completion_id, created=batch.created)
     requests = tuple(
-        replace(request, request_id=f"{completion_id}-{i}", is_filler=True) for i, request in enumerate(plan.requests)
+        replace(request, request_id=f"{completion_id}-{i}", is_filler=batch.is_filler)
+        for i, request in enumerate(plan.requests)
     )
     return replace(plan, identity=identity, requests=requests)
 
@@ -254,6 +261,7 @@ def _of_line(plan: CompletionPlan, batch: Batch, n: int) -> CompletionPlan:
 def _vectors_of_line(plan: PooledPlan, batch: Batch, n: int) -> PooledPlan:
     answer_id = f"embd-{line_digest(batch.batch_id, n)}"
     requests = tuple(
-        replace(request, request_id=f"{answer_id}-{i}", is_filler=True) for i, request in enumerate(plan.requests)
+        replace(request, request_id=f"{answer_id}-{i}", is_filler=batch.is_filler)
+        for i, request in enumerate(plan.requests)
     )
     return replace(plan, requests=requests)

@@ -53,10 +53,16 @@ def test_a_line_that_is_missing_twice_there_or_changed_is_seen() -> None:
     assert [sentence.partition(":")[0] for sentence in wrong] == ["line 0", "line 1", "line 2", "line 9"]
 
 
-def test_a_line_that_kills_servers_fails_alone_after_four(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["a folder", "PostgreSQL"])
+def test_a_line_that_kills_servers_fails_alone_after_four(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    flags = ["--state-dir", str(tmp_path)]
+    if where == "PostgreSQL":
+        flags = ["--state-url", request.getfixturevalue("postgres_url"), "--state-lease-ttl", "1"]
     num_deaths, has_begun, ended = 0, False, []
     while not ended:
-        process = Process("--state-dir", str(tmp_path), main=MORTAL)
+        process = Process(*flags, main=MORTAL)
         try:
             with process.wait_until_ready() as client:
                 if not has_begun:

@@ -112,8 +112,9 @@ def test_another_server_goes_on_with_the_lines_of_one_that_dies_or_is_stopped(
     wait(second.client, batch_id, "completed")
     clients = [second.client]
     if how is signal.SIGSTOP:
+        first.signal(signal.SIGCONT)
+        wait(first.client, batch_id, "completed")  # although its engine is still held
         first.gate.open()
-        first.signal(signal.SIGCONT)  # and it writes what it has
         while first.client.post("/v1/files", data={"purpose": "batch"}, files={"file": b""}).status_code == 503:
             time.sleep(0.1)  # it knows by the next answer that it was away
         wait(first.client, begin(first.client, upload(first.client)), "completed")

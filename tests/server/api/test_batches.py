@@ -296,6 +296,7 @@ def test_a_line_that_ends_servers_fails_alone(serve: Serve, tmp_path: Path) -> N
     assert error["error"] == {"code": "generation_failed", "message": says, "line": 3}
     submitted = [len(request.prompt_token_ids) for request in later.submitted]
     assert (submitted[0], sorted(submitted[1:])) == (2, [1, 4, 5]), "the suspect is first"
+    assert [request.is_filler for request in later.submitted] == [False, True, True, True], "and waits for nobody"
 
 
 def test_a_disk_that_is_full_for_a_while_costs_no_line(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +314,22 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(serve: Serve, monkeypatch
         batch = end_of(client, begin(client, *(line(str(i)) for i in range(8))))
         assert (batch.status, counts(batch)) == ("completed", (8, 8, 0))
         assert len(results(client, batch.output_file_id)) == 8
+
+
+def test_results_that_a_store_has_lost_are_computed_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, lost = serve(FakeEngineClient()), iter(range(3))
+    add = server.batch_store.add_result
+
+    async def lose(batch_id: str, n: int, result: str, *, failed: bool) -> None:
+        if n != 2 or next(lost, None) is None:
+            await add(batch_id, n, result, failed=failed)
+
+    monkeypatch.setattr(server.batch_store, "add_result", lose)
+    with sync_client(server) as client:
+        batch = end_of(client, begin(client, *(line(str(i)) for i in range(4))))
+        assert (batch.status, counts(batch), batch.error_file_id) == ("completed", (4, 4, 0), None)
+        assert [one["custom_id"] for one in results(client, batch.output_file_id)] == ["0", "1", "2", "3"]
+    assert len(server.engine.submitted) == 4 + 3
 
 
 def test_lines_wait_while_their_key_has_no_tokens_and_do_not_count_as_its_requests(

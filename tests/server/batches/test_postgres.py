@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
@@ -21,6 +22,7 @@ from gptserve.server.files.store import FileStoreError
 from gptserve.server.jobs.postgres.statements import REAP
 from gptserve.server.jobs.postgres.store import PostgresJobStore
 from gptserve.server.jobs.sharing import FORGOTTEN_AFTER_S
+from tests.postgres_server import PostgresServer
 from tests.server.batches.test_store import FILE, RECORD
 
 WAITS = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = %s"
@@ -213,6 +215,36 @@ def test_what_was_being_written_for_a_caller_who_has_gone_is_there_before_the_ne
         await first.batches.put(ended)
         with pytest.raises(BatchLostError):
             await first.batches.put(replace(ended, num_completed=2))
+
+    use_servers(test)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", ["in_progress", "completed"])
+def test_a_database_that_crashes_at_once_has_the_record_and_all_before_it(
+    use_servers: UseServers, postgres: PostgresServer, postgres_url: str, status: Any
+) -> None:
+    async def test(first: Server, second: Server, connection: Connection) -> None:
+        record = replace(RECORD, status=status)
+        await first.batches.add_result("batch_1", 1, "{}", failed=False)
+        await first.batches.put(record)
+        await asyncio.to_thread(postgres.stop, signal.SIGQUIT)
+        await asyncio.to_thread(postgres.start)
+        assert (await first.batches.results("batch_1")).num_completed == 1
+        assert [found.record for found in await second.batches.find(["batch_1"])] == [record]
+
+    use_servers(test)
+
+
+def test_the_next_server_drops_what_a_dead_one_has_left_of_an_ended_batch(use_servers: UseServers) -> None:
+    async def test(first: Server, second: Server, connection: Connection) -> None:
+        ended = replace(RECORD, status="cancelled", num_completed=1)
+        await first.batches.add_result("batch_1", 1, "{}", failed=False)
+        await first.batches.begin_line("batch_1", 2)
+        await first.batches.put(ended)
+        assert (await first.batches.results("batch_1")) == sql.Results(bytearray(b"\0\1"))
+        assert await second.batches.load() == [ended]
+        assert (await second.batches.results("batch_1")) == sql.Results(bytearray())
 
     use_servers(test)
 
