@@ -1,16 +1,18 @@
 """Disturb servers that share a PostgreSQL database, and check that each stored completion is there once and right.
 
-    python -m tests.e2e.replica_chaos [--kills 12] [--stops 6] [--cuts 4] [--restarts 3] [--completions 48] [--seed 0]
-        [--unfenced]
+    python -m tests.e2e.replica_chaos [--kills 12] [--stops 6] [--cuts 4] [--restarts 3] [--completions 48]
+        [--batches 3] [--lines 40] [--sync full] [--seed 0] [--unfenced]
 
 One server without a database computes all completions and responses undisturbed: texts, chats, choices, drafts,
-grammars, tools. Three servers with a ttl of 2 s, each behind a proxy of its own, are then killed (kill -9), stopped for
-2.5 ttl (SIGSTOP) and cut off from the database for as long, while what they sent arrives late; the database crashes and
-starts again at once; in the second third of the events all that goes to it or comes from it takes 150 ms. Readers
-follow each completion at one server after another. Every event must be there once and as undisturbed, and a trigger
-notes each batch that a server wrote without having its lease. With --unfenced the servers write without the fence, and
-the table of batches has no primary key: the same checks must then find what a reaped server wrote. Prints a table;
-exits with status 1 on anything that is wrong.
+grammars, tools; and all batches. Three servers with a ttl of 2 s, each behind a proxy of its own, are then killed (kill
+-9), stopped for 2.5 ttl (SIGSTOP) and cut off from the database for as long, while what they sent arrives late; the
+database crashes and starts again at once; in the second third of the events all that goes to it or comes from it takes
+150 ms. Readers follow each completion, and clients each batch, at one server after another. Every event must be there
+once and as undisturbed, every line once in the files of its batch, in order and as undisturbed. A batch that has ended
+must not change, nothing may be left of what dead servers wrote, and a trigger notes each batch of outputs and each line
+that a server wrote without having its lease. With --unfenced the servers write without the fence, and the table of
+batches of outputs has no primary key: the same checks must then find what a reaped server wrote. Prints a table; exits
+with status 1 on anything that is wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from typing import Literal
 
 import httpx
 
+from tests.e2e import chaos_batches
+from tests.e2e.chaos_batches import BatchClient
 from tests.e2e.chaos_clients import Reader, asked, compare, undisturbed
 from tests.late_proxy import LateProxy
 from tests.postgres_server import PostgresServer
@@ -42,17 +46,21 @@ AWAY_S = 2.5 * TTL_S
 DELAY_S = 0.15
 NUM_SERVERS = 3
 LIMIT_S = 1800.0
+NUM_LINES = 40  # of a batch
 FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "128", "--speculative-ngram", "2")
-SHARED = ("--state-lease-ttl", str(TTL_S), "--state-sync", "full", "--max-results", "1000")
+SHARED = ("--state-lease-ttl", str(TTL_S), "--max-results", "1000")
 PACED = """
 import os, sys
 import gptserve.server.parts
 from tests.engine import paced_engine
+from gptserve.server.batches import runner
 from gptserve.server.cli.main import main
+runner.MAX_ATTEMPTS = 1000  # no line is to blame for what is done to its servers
 gptserve.server.parts.load_logging_engine = paced_engine.load_in_server
 if "UNFENCED" in os.environ:
     from gptserve.server.jobs.postgres import statements
     statements.APPEND = os.environ["UNFENCED"]
+    exec(os.environ["UNFENCED_BATCHES"])
 main(sys.argv[1:])
 """
 UNFENCED = """
@@ -86,6 +94,7 @@ CREATE TRIGGER audit AFTER INSERT ON gptserve.batches FOR EACH ROW EXECUTE FUNCT
 STRANGERS = "SELECT count(*) FROM audit.strangers"
 TWICE = "SELECT count(*) - count(DISTINCT (completion_id, n)) FROM gptserve.batches"
 BEYOND = "SELECT count(*) FROM gptserve.batches b JOIN gptserve.ends e USING (completion_id) WHERE b.n >= e.num_batches"
+_COUNTS = (STRANGERS, TWICE, BEYOND, chaos_batches.STRANGERS, chaos_batches.LEFT)
 Event = Literal["kill", "stop", "cut", "restart"]
 
 
@@ -97,7 +106,10 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     num_compared: int = 0
     num_read: int = 0
+    num_lines: int = 0
     strangers: int = 0
+    strange_lines: int = 0
+    left: int = 0
     twice: int = 0
     beyond: int = 0
     seconds: float = 0.0
@@ -113,7 +125,7 @@ class Server:
         self._name = name
         self._database = database
         self._flags = flags
-        self._environment = {"UNFENCED": UNFENCED} if unfenced else {}
+        self._environment = {"UNFENCED": UNFENCED, "UNFENCED_BATCHES": chaos_batches.UNFENCED} if unfenced else {}
         self._process: Process | None = None
         self.url: str | None = None
         """Where it is while it is ready."""
@@ -144,12 +156,20 @@ class Server:
 
 
 class Disturbance:
-    """Does events one after another, each once some reader has got further and two servers are ready."""
+    """Does events one after another, each once somebody has got further and two servers are ready."""
 
-    def __init__(self, servers: list[Server], postgres: PostgresServer, readers: list[Reader], found: Found) -> None:
+    def __init__(
+        self,
+        servers: list[Server],
+        postgres: PostgresServer,
+        readers: list[Reader],
+        batches: list[BatchClient],
+        found: Found,
+    ) -> None:
         self._servers = servers
         self._postgres = postgres
         self._readers = readers
+        self._batches = batches
         self._found = found
         self._starting: list[asyncio.Task[None]] = []
 
@@ -161,7 +181,8 @@ class Disturbance:
                 server.proxy.delay_s = DELAY_S if len(events) <= 3 * i < 2 * len(events) else 0.0
             await self._do(event, rng.choice(ready))
             self._found.events[event] += 1
-            say(f"{event}: {sum(reader.is_over for reader in self._readers)} are over")
+            num_lines = sum(batch.num_done for batch in self._batches)
+            say(f"{event}: {sum(reader.is_over for reader in self._readers)} are over, and {num_lines} lines")
         await asyncio.gather(*self._starting)
 
     async def _do(self, event: Event, server: Server) -> None:
@@ -183,16 +204,18 @@ class Disturbance:
 
     async def _wait(self) -> list[Server]:
         """Return the servers that are ready, once they are two and there is progress."""
-        had = self._num_read()
+        had = self._progress()
         while True:
             ready = [server for server in self._servers if server.url is not None]
-            if len(ready) > 1 and self._num_read() > had:
+            if len(ready) > 1 and self._progress() > had:
                 return ready
-            assert not all(reader.is_over for reader in self._readers), "all were over before: ask for more"
+            is_over = [reader.is_over for reader in self._readers] + [one.ended.is_set() for one in self._batches]
+            assert not all(is_over), "all were over before: ask for more"
             await asyncio.sleep(0.01)
 
-    def _num_read(self) -> int:
-        return sum(len(reader.events) for reader in self._readers)
+    def _progress(self) -> int:
+        num_lines = sum(batch.num_done for batch in self._batches)
+        return num_lines + sum(len(reader.events) for reader in self._readers)
 
 
 def say(sentence: str) -> None:
@@ -200,40 +223,72 @@ def say(sentence: str) -> None:
 
 
 async def run(
-    events: list[Event], num_completions: int, seed: int, *, is_unfenced: bool = False, folder: Path
+    events: list[Event],
+    num_completions: int,
+    num_batches: int,
+    seed: int,
+    *,
+    num_lines: int = NUM_LINES,
+    sync: str = "full",
+    is_unfenced: bool = False,
+    folder: Path,
 ) -> Found:
-    """Compute so many completions through these events."""
+    """Compute so many completions, and batches of so many lines, through these events."""
     rng, found, began = random.Random(seed), Found(), time.monotonic()
     template = folder / "template"
     template.write_text("{{ messages[-1].content }}{# tools <tool_call> #}")
     flags = (*FLAGS, "--chat-template", str(template))
     bodies = [asked(i) for i in range(num_completions)]
     expected = await undisturbed(bodies, flags)
-    say(f"{num_completions} are computed undisturbed")
+    lines = [chaos_batches.lines_of(number, num_lines) for number in range(num_batches)]
+    of_batches = await chaos_batches.undisturbed(lines, flags)
+    say(f"{num_completions} and {num_batches} batches are computed undisturbed")
     postgres = PostgresServer()
     postgres.start()
     url = postgres.empty_database()
     database = url.partition("@/")[2].partition("?")[0]
-    servers = [Server(f"server{i}", postgres, database, flags, is_unfenced) for i in range(NUM_SERVERS)]
+    servers = [
+        Server(f"server{i}", postgres, database, (*flags, "--state-sync", sync), is_unfenced)
+        for i in range(NUM_SERVERS)
+    ]
     try:
         for server in servers:
             await server.proxy.open()
         await servers[0].start()
-        postgres.execute(AUDIT + (UNKEYED if is_unfenced else ""), url)
+        postgres.execute(AUDIT + chaos_batches.AUDIT + (UNKEYED if is_unfenced else ""), url)
         await servers[0].kill()  # its membership was not audited
         await asyncio.gather(*(server.start() for server in servers))
         async with httpx.AsyncClient(timeout=4 * TTL_S, limits=httpx.Limits(max_connections=None)) as client:
-            readers = [Reader(client, body, lambda: [s.url for s in servers if s.url], rng) for body in bodies]
+
+            def urls() -> list[str]:
+                return [server.url for server in servers if server.url]
+
+            readers = [Reader(client, body, urls, rng) for body in bodies]
+            batches = [BatchClient(client, of_one, urls, rng) for of_one in lines]
             running = [asyncio.create_task(reader.run()) for reader in readers]
-            await Disturbance(servers, postgres, readers, found).run(events, rng)
+            asking = [asyncio.create_task(batch.run()) for batch in batches]
+            await Disturbance(servers, postgres, readers, batches, found).run(events, rng)
             say("all events are done")
-            await finish(readers, running, 10 * TTL_S if is_unfenced else LIMIT_S)  # unfenced some are damaged for good
+            limit_s = 10 * TTL_S if is_unfenced else LIMIT_S  # unfenced some are damaged for good
+            await finish(readers, running, limit_s)
             for server in servers:
                 await compare(client, str(server.url), readers, expected, found.wrong)
+            for batch, results in zip(batches, of_batches, strict=True):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(batch.ended.wait(), limit_s)
+                found.wrong += await chaos_batches.compare(client, urls(), batch, results)
+                found.num_lines += sum(map(len, results))
+            await asyncio.sleep(2 * TTL_S)  # until all that are dead are reaped, and what has ended is asked for again
+            for batch in batches:
+                batch.stop()
+            await asyncio.gather(*asking)
+            found.wrong += [sentence for batch in batches for sentence in batch.wrong if sentence not in found.wrong]
         found.num_compared = len(readers)
         found.num_read = sum(len(reader.events) for reader in readers)
-        counts = (postgres.execute(statement, url) for statement in (STRANGERS, TWICE, BEYOND))
-        found.strangers, found.twice, found.beyond = (int(str(rows[0][0])) for rows in counts)
+        counts = (postgres.execute(statement, url) for statement in _COUNTS)
+        found.strangers, found.twice, found.beyond, found.strange_lines, found.left = (
+            int(str(rows[0][0])) for rows in counts
+        )
     finally:
         for server in servers:
             with suppress(ProcessLookupError):
@@ -261,6 +316,9 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=4)
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--completions", type=int, default=48)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--lines", type=int, default=NUM_LINES)
+    parser.add_argument("--sync", choices=("normal", "full"), default="full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unfenced", action="store_true")
     args = parser.parse_args()
@@ -268,23 +326,28 @@ def main() -> None:
     events = [event for event, number in numbers.items() for _ in range(number)]
     random.Random(args.seed).shuffle(events)
     with tempfile.TemporaryDirectory() as name:
-        running = run(events, args.completions, args.seed, is_unfenced=args.unfenced, folder=Path(name))
+        options = {"num_lines": args.lines, "sync": args.sync, "is_unfenced": args.unfenced, "folder": Path(name)}
+        running = run(events, args.completions, args.batches, args.seed, **options)
         found = asyncio.run(asyncio.wait_for(running, LIMIT_S))
     table = {
         **{f"{event}s": found.events[event] for event in numbers},
         "completions compared": found.num_compared,
         "events read": found.num_read,
+        "lines of batches compared": found.num_lines,
         "not once as undisturbed": len(found.wrong),
         "batches by servers without the lease": found.strangers,
         "batches written twice": found.twice,
         "batches after the end": found.beyond,
+        "lines by servers without the lease": found.strange_lines,
+        "rows left of batches and uploads": found.left,
         "seconds": round(found.seconds),
     }
     for what, value in table.items():
         print(f"{what:40} {value:>8}")
     for sentence in found.wrong[:20]:
         print("WRONG", sentence)
-    is_wrong = bool(found.wrong or found.strangers or found.twice or found.beyond)
+    counts = (found.strangers, found.twice, found.beyond, found.strange_lines, found.left)
+    is_wrong = bool(found.wrong) or any(counts)
     sys.exit(is_wrong)
 
 

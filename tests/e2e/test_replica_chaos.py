@@ -22,13 +22,14 @@ pytestmark = [
 
 
 def disturbed(events: Sequence[Event], num_completions: int, folder: Path, *, is_unfenced: bool = False) -> Found:
-    return asyncio.run(run([*events], num_completions, 0, is_unfenced=is_unfenced, folder=folder))
+    return asyncio.run(run([*events], num_completions, 2, 0, num_lines=20, is_unfenced=is_unfenced, folder=folder))
 
 
 def test_every_completion_is_there_once_and_as_undisturbed_at_every_server(tmp_path: Path) -> None:
     found = disturbed(("kill", "cut", "restart", "stop"), 9, tmp_path)
     assert (found.wrong, found.num_compared) == ([], 9)
-    assert (found.strangers, found.twice, found.beyond) == (0, 0, 0)
+    assert found.num_lines == 40
+    assert (found.strangers, found.twice, found.beyond, found.strange_lines, found.left) == (0, 0, 0, 0, 0)
 
 
 def test_without_fence_and_key_it_finds_what_a_reaped_server_wrote(tmp_path: Path) -> None:
