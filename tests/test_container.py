@@ -195,7 +195,7 @@ def test_a_model_of_this_machine_is_where_the_comment_says(service: dict[str, An
 
     assert "/models/NAME for the folder ./models/NAME" in text
     assert source == "./models"
-    assert service["command"] == "serve ${MODEL:-}"
+    assert service["command"] == "serve ${MODEL:-storyteller}"
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])

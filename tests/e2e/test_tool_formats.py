@@ -21,6 +21,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.process.thread_client import ThreadClient
+from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -28,7 +29,6 @@ from tests.conftest import MakeGPT2
 from tests.e2e.marked_models import Marks, marked_model
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config
-from tests.engine.test_grammars import NoDrafts
 from tests.server.api.test_chat import parse_events
 from tests.server.app_options import make_app
 
@@ -98,7 +98,7 @@ def folders(make_gpt2: MakeGPT2, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def load(config: EngineConfig, *, report: Report) -> StepEngine:
-    return Engine(config, drafter=None if config.speculative_ngram else NoDrafts())
+    return Engine(config, drafter=None if config.speculative_ngram else Drafter())
 
 
 def answers(folder: Path, template: str, bodies: list[dict[str, Any]], **options: Any) -> list[httpx.Response]:
