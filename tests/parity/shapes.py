@@ -352,7 +352,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 11,
         },
     ),
-    "FlexOlmo": ("flex_olmo", {**_LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "FlexOlmo": ("flex_olmo", {**_LLAMA, "num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0}),
     "ERNIE 4.5 MoE": (
         "ernie4_5_moe",
         {
