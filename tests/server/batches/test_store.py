@@ -14,7 +14,7 @@ from gptserve.server.batches.postgres import PostgresBatchStore
 from gptserve.server.batches.store import BatchRecord, BatchStore, LineError
 from gptserve.server.files.postgres import PostgresFileStore
 from gptserve.server.files.store import FileRecord
-from gptserve.server.jobs.postgres.store import PostgresJobStore
+from tests.server.stores import open_jobs, use_stores
 
 FILE = FileRecord("file-1", "a", "in.jsonl", "batch", 0, 1_700_000_000, None)
 RECORD = BatchRecord(
@@ -28,30 +28,16 @@ UseStore = Callable[[Callable[[Make], Awaitable[None]]], None]
 def use_store(request: pytest.FixtureRequest) -> UseStore:
     """Run a test with a function that makes the next server's store, after that of the one before is closed."""
 
-    def use(test: Callable[[Make], Awaitable[None]]) -> None:
-        async def run() -> None:
-            async with AsyncExitStack() as last:
+    async def open_store(last: AsyncExitStack) -> BatchStore:
+        if request.param == "a folder":
+            return FolderBatchStore(request.getfixturevalue("tmp_path"))
+        jobs = await open_jobs(request.getfixturevalue("postgres_url"), last)
+        files = PostgresFileStore(jobs.beside)
+        if not await files.load():
+            await (await files.begin("file-1")).keep(FILE)
+        return PostgresBatchStore(jobs.beside)
 
-                async def make() -> BatchStore:
-                    await last.aclose()
-                    if request.param == "a folder":
-                        store: BatchStore = FolderBatchStore(request.getfixturevalue("tmp_path"))
-                    else:
-                        jobs = PostgresJobStore(request.getfixturevalue("postgres_url"))
-                        last.push_async_callback(jobs.close)
-                        await jobs.open()
-                        files = PostgresFileStore(jobs.beside)
-                        if not await files.load():
-                            await (await files.begin("file-1")).keep(FILE)
-                        store = PostgresBatchStore(jobs.beside)
-                    last.push_async_callback(store.close)
-                    return store
-
-                await test(make)
-
-        asyncio.run(asyncio.wait_for(run(), 20))
-
-    return use
+    return lambda test: use_stores(test, open_store)
 
 
 async def take(store: BatchStore) -> None:

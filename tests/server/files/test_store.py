@@ -13,7 +13,7 @@ from gptserve.server.files.files import PIECE_BYTES
 from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.files.postgres import PostgresFileStore
 from gptserve.server.files.store import FileRecord, FileStore, FileStoreError
-from gptserve.server.jobs.postgres.store import PostgresJobStore
+from tests.server.stores import open_jobs, use_stores
 
 RECORD = FileRecord("file-1", "a", "in\u2028é.jsonl", "batch", 6, 1_700_000_000, None)
 Make = Callable[[], Awaitable[FileStore]]
@@ -24,27 +24,13 @@ UseStore = Callable[[Callable[[Make], Awaitable[None]]], None]
 def use_store(request: pytest.FixtureRequest) -> UseStore:
     """Run a test with a function that makes the next server's store, after that of the one before is closed."""
 
-    def use(test: Callable[[Make], Awaitable[None]]) -> None:
-        async def run() -> None:
-            async with AsyncExitStack() as last:
+    async def open_store(last: AsyncExitStack) -> FileStore:
+        if request.param == "a folder":
+            return FolderFileStore(request.getfixturevalue("tmp_path"))
+        jobs = await open_jobs(request.getfixturevalue("postgres_url"), last)
+        return PostgresFileStore(jobs.beside)
 
-                async def make() -> FileStore:
-                    await last.aclose()
-                    if request.param == "a folder":
-                        store: FileStore = FolderFileStore(request.getfixturevalue("tmp_path"))
-                    else:
-                        jobs = PostgresJobStore(request.getfixturevalue("postgres_url"))
-                        last.push_async_callback(jobs.close)
-                        await jobs.open()
-                        store = PostgresFileStore(jobs.beside)
-                    last.push_async_callback(store.close)
-                    return store
-
-                await test(make)
-
-        asyncio.run(asyncio.wait_for(run(), 20))
-
-    return use
+    return lambda test: use_stores(test, open_store)
 
 
 async def keep(store: FileStore, record: FileRecord, *pieces: bytes) -> None:
