@@ -7,12 +7,15 @@ convert_slow_tokenizer.py. Torch-free. folder.py calls it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gptserve.weights.errors import TokenizerError, shown
 from gptserve.weights.gguf.pre_tokenizers import SPLITTINGS
 from gptserve.weights.gguf.reader import Header, Value
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -59,18 +62,18 @@ class GgufTokenizer:
 
     def _byte_level(self) -> Json:
         name = self._get("pre")
+        if name is None:
+            name = "default"
+            logger.warning(
+                "%s has no tokenizer.ggml.pre; it goes on with 'default', as llama.cpp does, and may split texts in "
+                "another way than its model: a file that was made later is better",
+                self._header.path,
+            )
         if not isinstance(name, str) or name not in SPLITTINGS:
             rule = f"one of {', '.join(sorted(SPLITTINGS))}: any other name splits texts in another way"
             raise self._fault("pre", rule)
         splitting = SPLITTINGS[name]
         vocabulary = {token: token_id for token_id, token in enumerate(self.tokens)}
-        merges = [merge.split(" ", 1) for merge in self._list("merges", str)]
-        for merge in merges:
-            if not (len(merge) == 2 and vocabulary.keys() >= {*merge, "".join(merge)}):
-                rule = "two tokens each that join to a token"
-                raise TokenizerError(
-                    f"{self._header.path}: tokenizer.ggml.merges must be {rule}, got {shown(' '.join(merge))}"
-                )
         return {
             "normalizer": splitting.normalizer,
             "pre_tokenizer": splitting.pre_tokenizer(),
@@ -80,9 +83,23 @@ class GgufTokenizer:
                 "type": "BPE",
                 "ignore_merges": splitting.ignores_merges,
                 "vocab": vocabulary,
-                "merges": merges,
+                "merges": self._merges(vocabulary),
             },
         }
+
+    def _merges(self, vocabulary: Mapping[str, int]) -> list[list[str]]:
+        """Return the merges but those that no text leads to, since a part of theirs neither is a byte nor is merged."""
+        merges = [merge.split(" ", 1) for merge in self._list("merges", str)]
+        joined, found = {"".join(merge) for merge in merges}, list[list[str]]()
+        for merge in merges:
+            if len(merge) == 2 and vocabulary.keys() >= {*merge, "".join(merge)}:
+                found.append(merge)
+            elif len(merge) != 2 or all(len(part) == 1 or part in joined for part in merge):
+                rule = "two tokens each that join to a token"
+                raise TokenizerError(
+                    f"{self._header.path}: tokenizer.ggml.merges must be {rule}, got {shown(' '.join(merge))}"
+                )
+        return found
 
     def _sentencepiece(self) -> Json:
         scores = self._list("scores", float)

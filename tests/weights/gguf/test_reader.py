@@ -178,13 +178,14 @@ MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
         ("gpt2", "bert"),
         "tokenizer.ggml.model must be one of gpt2, llama: other tokenizers are not",
     ),
-    "another splitting": (("gpt-2", "gpt-9"), "tokenizer.ggml.pre must be one of bloom, "),
+    "another splitting": (("gpt-2", "gpt-9"), "tokenizer.ggml.pre must be one of a.x-4.0, bloom, "),
     "tokens alike": (("\1" + "\0" * 7 + "b", "\1" + "\0" * 7 + "a"), "tokenizer.ggml.tokens must be texts that differ"),
     "no size": (
         ("llama.block_count", "llama.block_counf"),
         "llama.block_count must be an integer of at least 1, but is missing",
     ),
     "no embedding": (("token_embd.weight", "token_embf.weight"), "must have the tensor token_embd.weight"),
+    "a merge to no token": (("a b", "b a"), "tokenizer.ggml.merges must be two tokens each that join to a token, got"),
     "no merges": (("ggml.merges", "ggml.mergef"), "tokenizer.ggml.merges must be a list of texts, but is missing"),
 }
 
@@ -201,6 +202,15 @@ def test_what_is_not_served_is_refused_in_words(name: str, tmp_path: Path, monke
     path.write_bytes(data.replace(old.encode(), new.encode(), 1) + bytes(32))
     with pytest.raises(WeightsError, match=re.escape(message)):
         resolve_model(str(path))
+
+
+def test_a_merge_that_no_text_leads_to_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for merge, expected in (("a b", [["a", "b"]]), ("zz b", [])):
+        path = tmp_path / f"{merge}.gguf"
+        path.write_bytes(minimal().replace(text("a b"), text(merge)) + bytes(32))
+        tokenizer = json.loads((resolve_model(str(path)) / "tokenizer.json").read_text(encoding="utf-8"))
+        assert tokenizer["model"]["merges"] == expected
 
 
 def test_a_folder_is_made_once_and_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

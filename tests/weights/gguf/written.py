@@ -174,7 +174,7 @@ def add_tokens(writer: GGUFWriter, tokens: list[str], *, pre: str = "gpt-2", kin
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path, *, pre: str | None, model: Path | None = None) -> None:
-    """Write a file with this tokenizer; of sentencepiece's kind without `pre`."""
+    """Write a file with this tokenizer; of sentencepiece's kind if `pre` is None, and an empty one is left out."""
     raw = json.loads(tokenizer.to_str())
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(ids, key=ids.__getitem__)
@@ -196,7 +196,8 @@ def write_tokenizer(tokenizer: Tokenizer, path: Path, *, pre: str | None, model:
         )
         writer.add_add_space_prefix(raw["normalizer"]["type"] == "Sequence")
     else:
-        writer.add_tokenizer_pre(pre)
+        if pre:
+            writer.add_tokenizer_pre(pre)
         writer.add_token_merges(merges)
     post = json.dumps(raw["post_processor"])
     for bos in ("<s>", "<|begin_of_text|>"):
