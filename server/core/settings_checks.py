@@ -13,7 +13,10 @@ REDACTED = "***"
 _COLLECTOR = re.compile(r"https?://[^/\s?#@]+/[^\s#]+")  # the whole URL; a password would be shown by `config`
 _TRACES_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
 _DATABASE_PACKAGE = "psycopg"
-_DATABASE = re.compile(r"postgres(ql)?://\S+")
+# What libpq would read in another way and then show, such as the end of a password with an @, is none.
+_DATABASE = re.compile(r"postgres(ql)?://([^@/\s]*@)?[^@?\s]*(\?\w+=[^&=\s]*(&\w+=[^&=\s]*)*)?")
+DATABASE_RULE = "a URL such as postgresql://user@host/database, with %40 for an @ in a password and %2F for a /"
+_NO_BYTE = re.compile(r"%(?![0-9A-Fa-f]{2})|%00")
 
 
 class SettingsError(Exception):
@@ -37,7 +40,9 @@ def check_state_url(url: str, state_dir: Path | None) -> None:
     if state_dir is not None:
         raise SettingsError("state-url and state-dir exclude each other, got both")
     if not _DATABASE.fullmatch(url):
-        raise SettingsError(f"state-url must be a URL such as postgresql://user@host/database, got {REDACTED}")
+        raise SettingsError(f"state-url must be {DATABASE_RULE}, got {REDACTED}")
+    if _NO_BYTE.search(url):
+        raise SettingsError(f"state-url must have %25 for a %, and no %00, got {REDACTED}")
     try:
         version(_DATABASE_PACKAGE)
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
 """A few connections to one PostgreSQL database, opened when they are needed, and with a limit on every wait.
 
-A connection that fails is dropped, and the next use opens another, so nothing here has to notice that the database is
-back. No use waits longer than its limit, whatever the network does: then its socket is shut down. Knows no tables;
-`store.py` and `membership.py` call it.
+A connection that fails, or only reads, is dropped, and the next use opens another, so nothing here has to notice that
+the database is back. No use waits longer than its limit, whatever the network does: then its socket is shut down. Knows
+no tables; `store.py` and `membership.py` call it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import contextlib
 import logging
 import os
 import random
+import re
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ Call = Callable[[AsyncConnection, bool], Awaitable[Result]]
 
 UNAVAILABLE = "the database of stored completions cannot be reached; requests that are not stored go on"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # between the attempts of a use that waits for the database
+_QUIET_S = 60.0  # after a warning, as a database that only reads is back with each read
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +40,22 @@ logger = logging.getLogger(__name__)
 class Connections:
     """At most `size` connections. `settings` is SQL that each of them begins with.
 
-    ttl_s is how long a network may leave what was sent without an acknowledgement.
+    ttl_s is how long a network may leave what was sent without an acknowledgement. A use that gets no connection shares
+    one of `spare`, as a database may have none left for this server but the first.
     """
 
-    def __init__(self, url: str, size: int, settings: str, ttl_s: float) -> None:
+    def __init__(self, url: str, size: int, settings: str, ttl_s: float, spare: Connections | None = None) -> None:
         milliseconds = str(round(ttl_s * 1000))
         self._defaults = {"application_name": "gptserve", "tcp_user_timeout": milliseconds, "keepalives_idle": "10"}
         self._url = url
         self._settings = settings
+        self._spare = spare
         self._slots = asyncio.Semaphore(size)
         self._idle: list[AsyncConnection] = []
         self._uses: set[asyncio.Task[object]] = set()
         self._is_closed = False
         self._is_down = False
+        self._quiet_until = float("-inf")
 
     async def run(self, call: Call[Result], limit_s: float, patience_s: float = 0.0) -> Result:
         """Return what `call` does with a connection; each attempt may take limit_s.
@@ -117,14 +123,23 @@ class Connections:
     async def _use(self, call: Call[Result], lent: list[AsyncConnection], *, is_repeated: bool) -> Result:
         async with self._slots:
             is_new = not self._idle
-            connection = await self._connect() if is_new else self._idle.pop()
+            try:
+                connection = await self._connect() if is_new else self._idle.pop()
+            except psycopg.OperationalError as error:
+                if self._spare is None:
+                    raise
+                result = await self._spare._use(call, lent, is_repeated=is_repeated)
+                self._warn("all goes over one connection to the database, as no other can be opened", error)
+                return result
             lent.append(connection)
             try:
                 result = await call(connection, is_repeated)
             except psycopg.Error as error:
-                if not connection.closed:
+                if not connection.closed and not isinstance(error, _READ_ONLY):
                     self._idle.append(connection)
-                elif not is_new:  # it may have been dead for long, as after a restart of the database
+                    raise
+                await connection.close()
+                if not is_new:  # it may have been dead for long, as after a restart of the database, or only read
                     await self._drop_idle()
                     raise _StaleError from error
                 raise
@@ -135,8 +150,7 @@ class Connections:
             return result
 
     async def _connect(self) -> AsyncConnection:
-        parameters: dict[str, Any] = {**self._defaults, **conninfo_to_dict(self._url), "client_encoding": ENCODING}
-        connection = await AsyncConnection.connect(**parameters, autocommit=True)
+        connection = await AsyncConnection.connect(**self._defaults | parameters_of(self._url), autocommit=True)
         try:
             await connection.execute(self._settings.encode())
         except BaseException:
@@ -149,16 +163,32 @@ class Connections:
             await self._idle.pop().close()
 
     def _note_down(self, error: Exception) -> None:
-        if not self._is_down:
+        if not self._is_down and self._warn("the database of stored completions cannot be reached", error):
             self._is_down = True
-            logger.warning("the database of stored completions cannot be reached: %s", cause_of(error))
+
+    def _warn(self, what: str, error: Exception) -> bool:
+        """Log a warning, unless there was one a moment ago; return whether it did."""
+        if (now := time.monotonic()) < self._quiet_until:
+            return False
+        self._quiet_until = now + _QUIET_S
+        logger.warning("%s: %s", what, cause_of(error))
+        return True
 
 
 class _StaleError(Exception):
     """A connection that was open had failed."""
 
 
-_READ_ONLY = ReadOnlySqlTransaction  # a standby; the next attempt may find its primary
+_READ_ONLY = ReadOnlySqlTransaction  # a standby, whose primary the next attempt may find, or a full disk
+
+
+def parameters_of(url: str) -> dict[str, Any]:
+    """Return libpq's parameters for a database. Raises ValueError, without what may be of a password."""
+    try:
+        return {**conninfo_to_dict(url), "client_encoding": ENCODING}
+    except psycopg.ProgrammingError as error:
+        message = re.sub('".*"', '"***"', str(error)) if "password=" in url else str(error)
+        raise ValueError(message) from None
 
 
 def cause_of(error: BaseException) -> str:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from psycopg import AsyncConnection
 
 ENCODING = "UTF8"
+ROLE_INDEPENDENT = (
+    "SET client_min_messages = warning; SET lock_timeout = 0; SET default_transaction_isolation = 'read committed'"
+)
+"""What a connection begins with, as roles and databases may have defaults of their own."""
 OLDEST_SERVER = 140000  # as PostgreSQL writes its version 14
 
 _LOCK = 0x67707473  # "gpts": the advisory lock that one server at a time prepares the tables under

@@ -23,7 +23,7 @@ from gptserve.server.jobs.postgres.beside import Beside
 from gptserve.server.jobs.postgres.connections import Call, Connections, Result, cause_of
 from gptserve.server.jobs.postgres.groups import Group
 from gptserve.server.jobs.postgres.membership import Membership
-from gptserve.server.jobs.postgres.schema import prepare
+from gptserve.server.jobs.postgres.schema import ROLE_INDEPENDENT, prepare
 from gptserve.server.jobs.records import CompletionRecord, EndRecord, OutputBatch, StoredJob, encode_outputs
 from gptserve.server.jobs.sharing import Sharing
 from gptserve.server.jobs.store import (
@@ -64,14 +64,15 @@ class PostgresJobStore(JobStore):
         milliseconds = round(max(LIMIT_S, lease_ttl_s) * 1000)
         settings = (
             f"SET synchronous_commit = {'on' if sync == 'full' else 'off'}; SET statement_timeout = {milliseconds}; "
-            f"SET idle_in_transaction_session_timeout = {milliseconds}; SET client_min_messages = warning"
+            f"SET idle_in_transaction_session_timeout = {milliseconds}; {ROLE_INDEPENDENT}"
         )
-        self._all = Connections(url, NUM_CONNECTIONS, settings, lease_ttl_s)
-        self._of_batches = Connections(url, 1, settings, lease_ttl_s)
         self._of_membership = Connections(url, 1, settings, lease_ttl_s)
+        spare = self._of_membership
+        self._all = Connections(url, NUM_CONNECTIONS, settings, lease_ttl_s, spare)
+        self._of_batches = Connections(url, 1, settings, lease_ttl_s, spare)
         self._patience_s = patience_s
         self._membership = Membership(self._of_membership, self._all, lease_ttl_s, min(LIMIT_S, lease_ttl_s))
-        self.beside = Beside(Connections(url, NUM_BESIDE, settings, lease_ttl_s), self._membership, LIMIT_S)
+        self.beside = Beside(Connections(url, NUM_BESIDE, settings, lease_ttl_s, spare), self._membership, LIMIT_S)
         self._batches = Group(self._append, INTERVAL_S)
         self._ends = Group(self._end)
         self._decoding = asyncio.Lock()
@@ -98,7 +99,7 @@ class PostgresJobStore(JobStore):
         async with self._opening:
             if self._membership.me is None:
                 try:
-                    await self._all.run(lambda connection, _: prepare(connection), LIMIT_S)
+                    await self._of_membership.run(lambda connection, _: prepare(connection), LIMIT_S)
                     await self._membership.join()
                 except StoreUnavailableError as error:
                     cause = cause_of(error.__cause__ or error)

@@ -20,8 +20,8 @@ import psycopg
 from psycopg import AsyncConnection
 
 from gptserve.server.jobs.postgres import statements as sql
-from gptserve.server.jobs.postgres.connections import cause_of
-from gptserve.server.jobs.postgres.schema import ENCODING, prepare
+from gptserve.server.jobs.postgres.connections import cause_of, parameters_of
+from gptserve.server.jobs.postgres.schema import ROLE_INDEPENDENT, prepare
 from gptserve.server.jobs.records import CompletionRecord, EndRecord, OutputBatch, StoredJob, encode_outputs
 from gptserve.server.jobs.store import JobStore, JobStoreError, cancelled
 
@@ -32,6 +32,7 @@ PAGE = 64  # batches that are read at once
 _LIVING = (
     "SELECT count(*) FROM gptserve.replicas WHERE heartbeat_at >= clock_timestamp() - make_interval(secs => ttl_s)"
 )
+_PATIENTLY = "SET statement_timeout = 0; SET idle_in_transaction_session_timeout = 0"  # for gigabytes
 _ANY = """
 SELECT 1 WHERE EXISTS (SELECT FROM gptserve.completions) OR EXISTS (SELECT FROM gptserve.files)
 OR EXISTS (SELECT FROM gptserve.batch_records)
@@ -101,9 +102,9 @@ async def export_jobs(url: str, target: JobStore, rest: Callable[[Execute], Awai
 async def _without_servers(url: str) -> AsyncIterator[AsyncConnection]:
     """Open a transaction during which no server uses the database. Raises JobStoreError if one does."""
     try:
-        connecting = AsyncConnection.connect(url, application_name="gptserve", client_encoding=ENCODING)
+        connecting = AsyncConnection.connect(**{"application_name": "gptserve"} | parameters_of(url))
         async with await connecting as connection:
-            await connection.execute("SET client_min_messages = warning")
+            await connection.execute(f"{ROLE_INDEPENDENT}; {_PATIENTLY}".encode())
             await prepare(connection)
             await connection.execute("LOCK TABLE gptserve.replicas IN SHARE ROW EXCLUSIVE MODE")
             [(num_servers,)] = await _rows(connection, _LIVING)

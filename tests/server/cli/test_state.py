@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gptserve.server.core.settings_checks import DATABASE_RULE
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from tests.server.jobs.test_store import END, RECORD
 
@@ -37,7 +38,7 @@ def test_completions_are_moved_there_and_back(
     ("flags", "message"),
     [
         ((), "state import needs --state-url or GPTSERVE_STATE_URL"),
-        (("--state-url", "sqlite://x"), "state-url must be a URL such as postgresql://user@host/database, got ***"),
+        (("--state-url", "sqlite://x"), f"state-url must be {DATABASE_RULE}, got ***"),
     ],
 )
 def test_a_database_must_be_named(

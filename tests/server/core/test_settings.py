@@ -14,7 +14,7 @@ from gptserve.server.core.settings import (
     ServerSettings,
     server_options,
 )
-from gptserve.server.core.settings_checks import SettingsError
+from gptserve.server.core.settings_checks import DATABASE_RULE, SettingsError
 from gptserve.server.core.settings_sources import client_urls, injected_variables, load_settings
 from gptserve.server.core.sizes import parse_size
 from tests import configuration_page
@@ -440,9 +440,20 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
             ("--state-url", "postgresql://db/x", "--state-dir", "y"),
             "state-url and state-dir exclude each other, got both",
         ),
-        (
-            ("--state-url", "mysql://me:secret@db"),
-            "state-url must be a URL such as postgresql://user@host/database, got ***",
+        *(
+            (("--state-url", url), f"state-url must be {DATABASE_RULE}, got ***")
+            for url in (
+                "mysql://me:secret@db",
+                "postgresql://me:an@secret@db/x",  # libpq takes the rest for the host, and would name it
+                "postgresql://me:@secret@db/x",
+                "postgresql://me:a/secret@db/x",
+                "postgresql://me@db/x?password=a&secret",
+                "postgresql://me:a secret@db/x",
+            )
+        ),
+        *(
+            (("--state-url", f"postgresql://me:{secret}@db/x"), "state-url must have %25 for a %, and no %00, got ***")
+            for secret in ("secret%zz", "secret%0", "secret%00")
         ),
         (("--state-lease-ttl", "3"), "state-lease-ttl needs state-url"),
         (("--state-lease-ttl", "0.5"), "state-lease-ttl must be at least 1 second, got 0.5"),

@@ -469,13 +469,94 @@ def test_a_database_that_lacks_characters_is_refused(postgres: PostgresServer) -
     asyncio.run(test())
 
 
-def test_a_url_that_libpq_cannot_read_is_an_error_without_its_password() -> None:
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("postgresql://me:secret@host/x?sslmod=1", 'invalid URI query parameter: "sslmod"'),
+        ("postgresql://me@host/x?password=its&secret=1", 'invalid URI query parameter: "***"'),
+    ],
+)
+def test_a_url_that_libpq_cannot_read_is_an_error_without_its_password(url: str, cause: str) -> None:
     async def test() -> None:
-        store = PostgresJobStore("postgresql://me:secret@host/x?no_such_parameter=1")
+        store = PostgresJobStore(url)
         with pytest.raises(JobStoreError) as raised:
             await store.open()
         await store.close()
-        start = "the journal in PostgreSQL cannot be used: "
-        assert str(raised.value) == start + 'invalid URI query parameter: "no_such_parameter"'
+        assert str(raised.value) == f"the journal in PostgreSQL cannot be used: {cause}"
 
     asyncio.run(test())
+
+
+def test_a_database_that_only_reads_is_written_to_once_it_may_be_again(
+    with_stores: UseStores, postgres: PostgresServer, execute: Execute, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections that begin while it only reads would do so for ever."""
+    of_database = "ALTER DATABASE {} SET default_transaction_read_only = {}"
+    ending = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'gptserve'"
+
+    async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        [(name,)] = await asyncio.to_thread(execute, "SELECT current_database()")
+        await first.add(RECORD)
+        await asyncio.to_thread(execute, f"{of_database.format(name, 'on')}; {ending}")
+        appending = asyncio.create_task(first.append("cmpl-1", 0, OUTPUTS))
+        for _ in range(3):
+            with pytest.raises(StoreUnavailableError):
+                await first.add(KEYLESS)
+            assert await first.read_record("cmpl-1") == RECORD
+        assert not appending.done()
+        await asyncio.to_thread(postgres.execute, of_database.format(name, "off"))
+        await appending
+        await first.add(replace(KEYLESS, completion_id="2"))
+        assert await first.sharing.renew(FINGERPRINTS)
+
+    with_stores(test)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2, "one of new completions and one of outputs, however often they fail"
+    assert all("read-only transaction" in message for message in told)
+
+
+def test_a_server_for_which_a_database_has_one_connection_works_over_that(
+    with_stores: UseStores, execute: Execute, postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        [(name,)] = await asyncio.to_thread(execute, "SELECT current_database()")
+        role = f"CREATE ROLE {name} LOGIN; GRANT ALL ON SCHEMA gptserve TO {name}; ALTER ROLE {name} CONNECTION LIMIT 1"
+        await asyncio.to_thread(execute, f"{role}; GRANT ALL ON ALL TABLES IN SCHEMA gptserve TO {name}")
+        few = PostgresJobStore(postgres_url.replace("postgres@", f"{name}@"), patience_s=1.0)
+        try:
+            await few.open()
+            records = [replace(KEYLESS, completion_id=str(i)) for i in range(8)]
+            await asyncio.gather(*map(few.add, records))
+            await asyncio.gather(*(few.append(record.completion_id, 0, OUTPUTS) for record in records))
+            assert await few.beside.rows("SELECT 1") == [(1,)]
+            assert await few.sharing.renew(FINGERPRINTS)
+        finally:
+            await few.close()
+        assert await second.batches("7", 0, 1) == [OUTPUTS]
+
+    with_stores(test)
+    assert any("all goes over one connection" in record.message for record in caplog.records)
+
+
+def test_what_a_role_has_as_its_defaults_changes_nothing(
+    with_stores: UseStores, execute: Execute, postgres_url: str
+) -> None:
+    [(name,)] = execute("SELECT current_database()")
+    for default in (
+        "lock_timeout = '1ms'",
+        "statement_timeout = '20ms'",
+        "default_transaction_isolation = serializable",
+    ):
+        execute(f"ALTER DATABASE {name} SET {default}")
+
+    async def test(first: PostgresJobStore, second: PostgresJobStore) -> None:
+        shown = await first.beside.rows("SELECT current_setting('transaction_isolation')")
+        assert shown == [("read committed",)]
+        with psycopg.connect(postgres_url) as other:
+            other.execute("SET lock_timeout = 0; SET statement_timeout = 0; LOCK TABLE gptserve.completions")
+            adding = asyncio.create_task(first.add(RECORD))
+            await waits_for_lock(execute, "INSERT INTO gptserve.completions")
+            await asyncio.to_thread(other.execute, "SELECT pg_sleep(0.1)")  # longer than either
+        await adding
+
+    with_stores(test)
