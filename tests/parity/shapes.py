@@ -92,6 +92,7 @@ _SEEING = {
     "image_size": 16,
     "patch_size": 4,
 }
+_CLIP = {**_SEEING, "model_type": "clip_vision_model", "projection_dim": 32}
 _QWENS_EYES = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
 
 
@@ -452,6 +453,50 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 "num_shared_experts": 2,
                 "logit_scale": 1.0,
             },
+            {**_SEEING, "model_type": "siglip_vision_model"},
+        ),
+    ),
+    "LLaVA": ("llava", _with_vision({**_LLAMA, "model_type": "llama"}, _CLIP)),
+    "LLaVA, Pixtral's text, past its window": (
+        "llava",
+        _with_vision({**_LLAMA, "model_type": "mistral", "head_dim": 24, "sliding_window": 11}, _CLIP),
+    ),
+    "LLaVA 1.6, Qwen2's text": ("llava_next", _with_vision({**_LLAMA, "model_type": "qwen2"}, _CLIP)),
+    "LLaVA-OneVision": (
+        "llava_onevision",
+        {
+            **_with_vision({**_LLAMA, "model_type": "qwen2"}, {**_SEEING, "model_type": "siglip_vision_model"}),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "SmolVLM": ("smolvlm", _with_vision({**_LLAMA, "model_type": "llama", "pad_token_id": 0}, _SEEING)),
+    "Idefics 3": ("idefics3", _with_vision({**_LLAMA, "model_type": "llama", "pad_token_id": 0}, _SEEING)),
+    "InternVL 3": ("internvl", _with_vision({**_LLAMA, "model_type": "qwen2"}, _SEEING)),
+    "InternVL 3.5": (
+        "internvl",
+        {**_with_vision({**_LLAMA, "model_type": "qwen3", "head_dim": 24}, _SEEING), "tie_word_embeddings": False},
+    ),
+    "InternVL 3.5 with experts": (
+        "internvl",
+        {
+            **_with_vision(
+                {
+                    **_LLAMA,
+                    "model_type": "qwen3_moe",
+                    "num_experts": 4,
+                    "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 96,
+                    "mlp_only_layers": [1],
+                },
+                _SEEING,
+            ),
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Aya Vision": (
+        "aya_vision",
+        _with_vision(
+            {**_DEEP, "model_type": "cohere2", "head_dim": 16, "pad_token_id": 0, "logit_scale": 1.0},
             {**_SEEING, "model_type": "siglip_vision_model"},
         ),
     ),

@@ -16,19 +16,20 @@ from tests.parity.models import load_in_transformers, write_model
 from tests.parity.shapes import FIRST, SHAPES, UNLIKE
 from tests.parity.test_families import paged_logits
 
+WITH_LANGUAGE_MODEL = ("aya_vision", "gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3")
 EMBEDS = {
     **dict.fromkeys(("bloom", "falcon"), "transformer.word_embeddings.weight"),
     "gpt_neox": "gpt_neox.embed_in.weight",
     "openai-gpt": "transformer.tokens_embed.weight",
     "opt": "model.decoder.embed_tokens.weight",
-    "gemma3": "language_model.model.embed_tokens.weight",
-    "mistral3": "language_model.model.embed_tokens.weight",
+    **dict.fromkeys(WITH_LANGUAGE_MODEL, "language_model.model.embed_tokens.weight"),
+    **dict.fromkeys(("smolvlm", "idefics3"), "model.text_model.embed_tokens.weight"),
     **dict.fromkeys(("cohere2_vision", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.embed_tokens.weight"),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "mpt"), "transformer.wte.weight"),
 }
 HEADS = {
     "gpt_neox": "embed_out.weight",
-    **dict.fromkeys(("gemma3", "mistral3"), "language_model.lm_head.weight"),
+    **dict.fromkeys(WITH_LANGUAGE_MODEL, "language_model.lm_head.weight"),
 }
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
 

@@ -47,6 +47,15 @@ from gptserve.weights.families.hyperclovax import HYPERCLOVAX
 from gptserve.weights.families.internlm3 import INTERNLM3, IQUESTCODER
 from gptserve.weights.families.jais2 import JAIS2
 from gptserve.weights.families.llama import LLAMA
+from gptserve.weights.families.llava import (
+    AYA_VISION,
+    IDEFICS3,
+    INTERNVL,
+    LLAVA,
+    LLAVA_NEXT,
+    LLAVA_ONEVISION,
+    SMOLVLM,
+)
 from gptserve.weights.families.mellum import FLINT, MELLUM
 from gptserve.weights.families.minimax_m2 import MINIMAX_M2
 from gptserve.weights.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -136,9 +145,8 @@ FAMILIES: dict[str, Family] = {
             QWEN2_5_VL,
             QWEN3_VL,
             QWEN3_VL_MOE,
-            NANOCHAT,
-            NANOGPT,
         ),
+        *(SMOLVLM, IDEFICS3, INTERNVL, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, AYA_VISION, NANOCHAT, NANOGPT),
     )
 }
 

@@ -20,7 +20,7 @@ _EXPERT = "layers.{}.mlp.experts.{}."
 
 
 def _read_qwen3(raw: RawConfig) -> ModelConfig:
-    raw.default(num_key_value_heads=4)
+    raw.default(num_key_value_heads=4, head_dim=None)
     raw.forbid("shared_expert_intermediate_size", 0, "its layers have no shared experts")
     config = read_qwen3_config(raw)
     num = raw.size("num_local_experts", default=raw.size("num_experts", default=128))
@@ -32,7 +32,7 @@ def _read_qwen3(raw: RawConfig) -> ModelConfig:
 
 
 def _read_qwen3_vl(raw: RawConfig) -> ModelConfig:
-    raw.default(head_dim=None, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4)
+    raw.default(num_key_value_heads=16, num_experts=60, num_experts_per_tok=4)
     raw.default(moe_intermediate_size=1408)
     raw.default(norm_topk_prob=True, replaces_null=True)
     raw.forbid("norm_topk_prob", True, "transformers has no other for this model_type")

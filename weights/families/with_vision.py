@@ -1,14 +1,14 @@
-"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3, Command A. What sees is left out.
+"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3, Command A; llava.py has more.
 
-Their text models are those of other families. config.json has their fields in `text_config`, where those that are
-absent have the defaults of transformers' class; older files of Qwen have them beside the others. Text has one position
-in all three parts of Qwen's rotation, so this is the usual one. Logits of Cohere's are scaled as without images, and as
-in vLLM; transformers' class that sees leaves the factor out.
+What sees is left out. Their text models are those of other families. config.json has their fields in `text_config`,
+where those that are absent have the defaults of transformers' class; older files of Qwen have them beside the others.
+Text has one position in all three parts of Qwen's rotation, so this is the usual one. Logits of Cohere's are scaled as
+without images, and as in vLLM; transformers' class that sees leaves the factor out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
@@ -20,26 +20,37 @@ from gptserve.weights.families.mistral import MINISTRAL3, MISTRAL
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen_moe import QWEN3_VL_MOE_TEXT
 
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+PREFIXES = ("model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "model.")
 OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
-    *("alignment_intermediate_size", "downsample_factor"),
+    *("adapter_layer_norm_eps", "alignment_intermediate_size", "downsample_factor", "downsample_ratio"),
+    *("ignore_index", "image_aspect_ratio", "image_grid_pinpoints", "image_seq_length", "scale_factor"),
+    *("use_image_newline_parameter", "video_token_index", "vision_aspect_ratio", "vision_feature_select_strategy"),
 )
-IGNORED = r"(visual|vision_tower|vision_model|multi_modal_projector)\..*"
+OF_RESAMPLERS = ("perceiver_config", "pixel_shuffle_factor")
+"""What text_config says of Idefics's eyes."""
+IGNORED = r"((visual|vision_tower|vision_model|multi_modal_projector|connector)\..*|image_newline)"
 
 
-def _text_of(
-    model_type: str, text_family: Family, *others: Family, models: str, tied_head: bool, **defaults: object
+def text_of(
+    model_type: str,
+    text_family: Family,
+    *others: Family,
+    models: str,
+    tied_head: bool,
+    defaults_of: Mapping[str, Mapping[str, object]],
+    text_ties: bool = False,
 ) -> Family:
-    """Return the family of a model with a text model of `text_family`, or of one of `others` with the same tensors.
+    """Return the family of a model with a text model of `text_family`, or of one of `others`; the last has all tensors.
 
-    `tied_head` and `defaults` are those of transformers' classes, for the whole and for the text of `text_family`.
+    `tied_head` and `defaults_of` are those of transformers' classes, for the whole and for texts by their model_type.
+    `text_ties`: the text may tie the head, too.
     """
     return Family(
         model_type,
-        _reader(text_family, others, tied_head, defaults),
-        text_family.sources,
+        _reader((text_family, *others), defaults_of, tied_head=tied_head, text_ties=text_ties),
+        (text_family, *others)[-1].sources,
         PREFIXES,
         f"{text_family.ignored}|{IGNORED}",
         models=models,
@@ -47,26 +58,27 @@ def _text_of(
 
 
 def _reader(
-    text_family: Family, others: tuple[Family, ...], tied_head: bool, defaults: dict[str, object]
+    families: tuple[Family, ...], defaults: Mapping[str, Mapping[str, object]], *, tied_head: bool, text_ties: bool
 ) -> Callable[[RawConfig], ModelConfig]:
     def read(raw: RawConfig) -> ModelConfig:
         raw.skip(*OF_IMAGES)
         text = raw.section("text_config") if "text_config" in raw else raw
         if text is raw and "hidden_size" not in raw:
             raise raw.error("text_config", "an object")
+        text.skip(*OF_RESAMPLERS)
         is_tied = raw.boolean("tie_word_embeddings", default=tied_head)
-        text.default(model_type=text_family.model_type)
+        is_tied = is_tied or (text_ties and text.boolean("tie_word_embeddings", default=False))
+        text.default(model_type=families[0].model_type)
         found, outer = text.text("model_type"), raw.text("model_type")
-        by_type = {family.model_type: family for family in (text_family, *others)}
-        family = text_family if found in (outer, f"{outer}_text") else by_type.get(found)
+        by_type = {family.model_type: family for family in families}
+        family = families[0] if found in (outer, f"{outer}_text") else by_type.get(found)
         if family is None:
             names = " or ".join(by_type)
             raise UnsupportedModelError(
                 f"config.json: text_config: model_type must be {names}, got {shown(found)}: the text of {outer} is "
                 "read as that alone"
             )
-        if family is text_family:
-            text.default(replaces_null=False, **defaults)
+        text.default(replaces_null=False, **defaults.get(family.model_type, {}))
         config = replace(family.read_config(text), model_type=outer, tied_head=is_tied)
         bos_token_ids = text.token_ids("bos_token_id", config.vocab_size)
         return replace(
@@ -78,86 +90,109 @@ def _reader(
     return read
 
 
-_QWEN2_VL: dict[str, object] = {
-    "vocab_size": 152_064,
-    "hidden_size": 8192,
-    "intermediate_size": 29_568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32_768,
-    "max_window_layers": 80,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
+_QWEN2_VL: Mapping[str, Mapping[str, object]] = {
+    "qwen2": {
+        "vocab_size": 152_064,
+        "hidden_size": 8192,
+        "intermediate_size": 29_568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    }
 }
-GEMMA3 = _text_of(
+GEMMA3 = text_of(
     "gemma3",
     GEMMA3_TEXT,
-    models="Gemma 3's text",
+    models="Gemma 3 that sees",
     tied_head=True,
-    vocab_size=262_208,
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    max_position_embeddings=131_072,
-    sliding_window=4096,
+    defaults_of={
+        "gemma3_text": {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        }
+    },
 )
-COHERE2_VISION = _text_of(
+OF_COHERE2: Mapping[str, Mapping[str, object]] = {
+    "cohere2": {
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 8192,
+    }
+}
+COHERE2_VISION = text_of(
     "cohere2_vision",
     COHERE2,
     COHERE2_MOE,
-    models="text of Command A Vision and A+",
+    models="Command A Vision, A+",
     tied_head=True,
-    vocab_size=256_000,
-    hidden_size=8192,
-    intermediate_size=22_528,
-    num_hidden_layers=40,
-    num_attention_heads=64,
-    max_position_embeddings=8192,
+    defaults_of=OF_COHERE2,
 )
-QWEN2_VL = _text_of("qwen2_vl", QWEN2, models="Qwen2-VL's text", tied_head=False, **_QWEN2_VL)
-QWEN2_5_VL = _text_of("qwen2_5_vl", QWEN2, models="Qwen2.5-VL's text", tied_head=False, **_QWEN2_VL)
-QWEN3_VL = _text_of(
+QWEN2_VL = text_of("qwen2_vl", QWEN2, models="Qwen2-VL", tied_head=False, defaults_of=_QWEN2_VL)
+QWEN2_5_VL = text_of("qwen2_5_vl", QWEN2, models="Qwen2.5-VL", tied_head=False, defaults_of=_QWEN2_VL)
+QWEN3_VL = text_of(
     "qwen3_vl",
     QWEN3,
-    models="Qwen3-VL's text",
+    models="Qwen3-VL",
     tied_head=False,
-    vocab_size=151_936,
-    hidden_size=4096,
-    intermediate_size=22_016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    max_position_embeddings=128_000,
-    rope_theta=500_000.0,
+    defaults_of={
+        "qwen3": {
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 22_016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 500_000.0,
+        }
+    },
 )
-QWEN3_VL_MOE = _text_of(
+QWEN3_VL_MOE = text_of(
     "qwen3_vl_moe",
     QWEN3_VL_MOE_TEXT,
-    models="text of Qwen3-VL with experts",
+    models="Qwen3-VL with experts",
     tied_head=False,
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    max_position_embeddings=128_000,
-    rope_theta=500_000.0,
+    defaults_of={
+        "qwen3_vl_moe_text": {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 500_000.0,
+        }
+    },
 )
-MISTRAL3 = _text_of(
+MISTRAL3 = text_of(
     "mistral3",
     MISTRAL,
     MINISTRAL3,
-    models="text of Mistral Small 3.1 and later, and Ministral 3",
+    models="Mistral Small 3.1+, Ministral 3",
     tied_head=True,
-    vocab_size=131_072,
-    hidden_size=5120,
-    intermediate_size=32_768,
-    num_hidden_layers=40,
-    num_attention_heads=32,
-    head_dim=128,
-    max_position_embeddings=131_072,
-    rms_norm_eps=1e-5,
-    rope_theta=1_000_000_000.0,
-    sliding_window=None,
+    defaults_of={
+        "mistral": {
+            "vocab_size": 131_072,
+            "hidden_size": 5120,
+            "intermediate_size": 32_768,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000_000.0,
+            "sliding_window": None,
+        }
+    },
 )

@@ -213,7 +213,10 @@ NEEDED: dict[str, dict[str, Any]] = {
 """What no model can be without, where transformers' class has no value, or one outside of its vocabulary."""
 
 
-SEEING = ("cohere2_vision", "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+SEEING = (
+    *("aya_vision", "cohere2_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision"),
+    *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
 """Their modeling files read the fields of what sees, too; the fields of their text have tests as families of text."""
 
 

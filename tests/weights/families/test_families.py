@@ -45,8 +45,8 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ("roberta", "roberta is an encoder: it reads text in both directions and cannot continue it"),
         ("t5", "t5 is an encoder-decoder: .* cannot continue it; use transformers for it"),
         (
-            "llava",
-            "llava reads images or sound beside text, and only text is read here; use a text model of its lineage",
+            "mllama",
+            "mllama reads images or sound beside text, and only text is read here; use a text model of its lineage",
         ),
         ("paligemma", "paligemma reads images or sound beside text"),
         (
@@ -431,7 +431,13 @@ def load_neo(folder: Path, **fields: Any) -> ModelConfig:
     return load_config(folder)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm"),
+    ],
+)
 def test_what_a_text_config_does_not_name_is_as_in_transformers(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
