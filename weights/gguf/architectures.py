@@ -15,36 +15,12 @@ from gptserve.weights.gguf.dense import DENSE
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.mixtures import MIXTURES
 from gptserve.weights.gguf.reader import Header
+from gptserve.weights.gguf.refused import why_refused
 from gptserve.weights.gguf.rope import head_size, rope_fields
-from gptserve.weights.refused import WHY_REFUSED
 from gptserve.weights.stored_tensor import StoredTensor
 
 ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES}
 """By general.architecture; some have variants."""
-_REFUSED: Mapping[str, str] = {
-    **{model_type: why for model_types, why in WHY_REFUSED.items() for model_type in model_types},
-    "clip": "is how a model sees, whose text is in another file",
-}
-_MODEL_TYPES = {
-    "deepseek2": "deepseek_v2",
-    "deepseek2_ocr": "deepseek_ocr2",
-    "glm_dsa": "glm_moe_dsa",
-    "granitehybrid": "bamba",
-    "jina_bert_v2": "bert",
-    "jina_bert_v3": "bert",
-    "lfm2moe": "lfm2_moe",
-    "modern_bert": "modernbert",
-    "neo_bert": "bert",
-    "nemotron_h_moe": "nemotron_h",
-    "nomic_bert_moe": "nomic_bert",
-    "qwen35": "qwen3_5",
-    "qwen35moe": "qwen3_5_moe",
-    "qwen3next": "qwen3_next",
-    "rwkv6": "rwkv",
-    "rwkv7": "rwkv",
-    "t5encoder": "t5",
-}
-"""What is refused as another architecture is, by its name with underscores; most have that of their model_type."""
 _VARIANTS = {
     "experts": "expert_count",
     "shared experts": "expert_shared_feed_forward_length",
@@ -64,8 +40,7 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
     name = header.keys.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES or " " in name:
         names = ", ".join(sorted(its_name for its_name in ARCHITECTURES if " " not in its_name))
-        stem = str(name).replace("-", "_")
-        why = _REFUSED.get(_MODEL_TYPES.get(stem, stem))
+        why = why_refused(str(name))
         told = f"{shown(name)} is not supported{'' if why is None else f': it {why}'}"
         raise UnsupportedModelError(f"{header.path}: general.architecture {told}; GGUF files of {names} are served")
     kinds = [kind for kind, key in _VARIANTS.items() if header.keys.get(f"{name}.{key}")]

@@ -242,6 +242,16 @@ def granite(keys: Keys) -> Fields:
     }
 
 
+def _minicpm(keys: Keys) -> Fields:
+    """Return Granite's fields; older files lack the factors, and are of MiniCPM 1 and 2."""
+    defaults = {
+        "embedding_multiplier": ("embedding_scale", 12.0),
+        "residual_multiplier": ("residual_scale", 1.4 / keys.num_layers**0.5),
+        "logits_scaling": ("logit_scale", keys.size("embedding_length") / 256),
+    }
+    return granite(keys) | {name: keys.number(*its) for name, its in defaults.items()}
+
+
 def _ernie(keys: Keys) -> Fields:
     return {"hidden_act": "silu", "use_bias": keys.has_attention_bias}
 
@@ -267,6 +277,9 @@ _FALCON = Architecture(
 )
 DENSE: Mapping[str, Architecture] = {
     "llama": Architecture("llama", llama, pairs_heads=True),
+    "exaone": Architecture("llama", llama),
+    "internlm2": Architecture("llama", llama, pairs_heads=True),
+    "xverse": Architecture("llama", llama, pairs_heads=True),
     "mistral3": Architecture("mistral", _mistral3, pairs_heads=True),
     "mistral3 with temperatures": Architecture("ministral3", _ministral3, has_rotary=False, pairs_heads=True),
     "qwen2": Architecture("qwen2", _qwen2),
@@ -299,6 +312,7 @@ DENSE: Mapping[str, Architecture] = {
     "cohere2": Architecture("cohere2", _cohere2, eps=LAYER_NORM),
     "exaone4": Architecture("exaone4", _exaone4, layer=LAYER | _OLMO2),
     "granite": Architecture("granite", granite, pairs_heads=True),
+    "minicpm": Architecture("granite", _minicpm, pairs_heads=True),
     "nemotron": Architecture("nemotron", _relu2, eps=("norm_eps", "attention.layer_norm_epsilon"), adds_one=True),
     "ernie4_5": Architecture("ernie4_5", _ernie),
     "chatglm": Architecture("glm", silu, layer=LAYER | {"ffn_up": "mlp.gate_up_proj"}),

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType
 
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.errors import InvalidCheckpointError, WeightsError
 from gptserve.weights.families import load_config
 from gptserve.weights.gguf.architectures import (
-    _MODEL_TYPES,
-    _REFUSED,
     ARCHITECTURES,
     describe_config,
     named_tensors,
 )
 from gptserve.weights.gguf.reader import read_header
+from gptserve.weights.gguf.refused import _REASONS, MODEL_TYPES, why_refused
 from gptserve.weights.inventory import stored_parts
 from gptserve.weights.sharding import Share
 from gptserve.weights.source import resolve_model
@@ -133,6 +132,37 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
         assert [key for key in differing if not key.endswith("norm.weight")] == []
         for key in differing:  # one was added and taken away
             assert (of_file[key] - of_copy[key]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("as_type", "name"),
+    [("exaone", "Llama"), ("internlm2", "Llama, linear scaling"), ("xverse", "Llama"), ("minicpm", "Granite")],
+)
+def test_models_that_are_others_by_another_name_are_read_as_those(as_type: str, name: str, tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS[name])
+    write_gguf(folder, path, GGMLQuantizationType.F32, as_type=as_type)
+    assert read_header(path).keys["general.architecture"] == as_type
+    its = resolve_model(str(path))
+    assert replace(load_config(its), eos_token_ids=()) == replace(load_config(folder), eos_token_ids=())
+    of_file, expected = (
+        dict(Checkpoint(one, load_config(one)).stream(dtype=torch.float32, device="cpu")) for one in (its, folder)
+    )
+    assert of_file.keys() == expected.keys()
+    assert all(torch.equal(of_file[key], expected[key]) for key in of_file)
+
+
+def test_older_files_of_minicpm_have_its_factors(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Granite"])
+    write_gguf(folder, path, GGMLQuantizationType.F32, as_type="minicpm")
+    header = read_header(path)
+    for name in ("embedding_scale", "residual_scale", "logit_scale"):
+        del header.keys[f"minicpm.{name}"]
+    fields = describe_config(header)
+    hidden, num_layers = fields["hidden_size"], fields["num_hidden_layers"]
+    factors = [fields[f"{name}"] for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")]
+    assert factors == [12.0, 1.4 / num_layers**0.5, hidden / 256]
 
 
 @pytest.mark.parametrize("name", ["GLM 4", "Phi"])
@@ -321,5 +351,9 @@ def test_all_architectures_are_tried() -> None:
 
 
 def test_what_is_refused_as_another_architecture_has_its_reason() -> None:
-    assert set(_MODEL_TYPES.values()) <= _REFUSED.keys()
-    assert not {name.replace("-", "_") for name in ARCHITECTURES} & {*_REFUSED, *_MODEL_TYPES}
+    assert set(MODEL_TYPES.values()) <= _REASONS.keys()
+    assert not {name.replace("-", "_") for name in ARCHITECTURES} & {*_REASONS, *MODEL_TYPES} - {"exaone"}
+
+
+def test_all_architectures_of_llama_cpp_are_read_or_refused_with_a_reason() -> None:
+    assert [name for name in MODEL_ARCH_NAMES.values() if name not in ARCHITECTURES and why_refused(name) is None] == []

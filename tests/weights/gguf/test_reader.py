@@ -165,8 +165,8 @@ def minimal() -> bytes:
 
 MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
     "another architecture": (
-        ("llama", "dream"),
-        "general.architecture 'dream' is not supported; GGUF files of apertus, ",
+        ("llama", "other"),
+        "general.architecture 'other' is not supported; GGUF files of apertus, ",
     ),
     "states": (
         ("llama", "falcon-h1"),

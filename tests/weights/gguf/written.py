@@ -20,7 +20,7 @@ FUSED = ("bloom", "gpt_neox", "falcon")
 """Those of which the conversion parts queries, keys and values of all heads."""
 PAIRED = (
     *("llama", "mistral", "ministral3", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe"),
-    "granitemoeshared",
+    *("granitemoeshared", "internlm2", "xverse", "minicpm"),
 )
 """Those of which the conversion puts rows of queries and keys in pairs."""
 ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron")
@@ -73,13 +73,16 @@ def write_gguf(
     in_place: Path | None = None,
     fuses: bool = False,
     num_behind: int = 0,
+    as_type: str | None = None,
 ) -> None:
     """Write a model with matrices of a type, or of several; `in_place` gets its safetensors with their values then.
 
     `fuses`: queries, keys and values are one tensor. `num_behind`: so many layers are said to predict further tokens.
+    `as_type`: the model_type as whose the file is written.
     """
     type_of = (lambda name, width: quant) if isinstance(quant, GGMLQuantizationType) else quant
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {} if as_type is None else {"model_type": as_type}
     arch = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     add_keys(writer, config)
