@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -28,14 +30,18 @@ from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.parts import Part, find_code_formats, find_parts, turned_as_stored
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
+from gptserve.weights.quantized.blocked import BlockedWeight, BlockRows
 from gptserve.weights.quantized.coded import (
     AnyFormat,
     CodedWeight,
+    CodeFormat,
     JoinedFormat,
     JoinedWeight,
     empty_codes,
     gives_codes,
 )
+from gptserve.weights.quantized.codes import require_finite
+from gptserve.weights.quantized.gguf import CODE_FORMATS, Gguf
 from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
 from gptserve.weights.safetensors_files import find_tensors, opened
 from gptserve.weights.sharding import WHOLE, Share
@@ -79,10 +85,11 @@ class Checkpoint:
         progress: Callable[[int, int], None] | None = None,
         keeps: Collection[StoredType] = (),
         coded: Collection[str] = (),
-    ) -> Iterator[tuple[str, Tensor | CodedWeight | JoinedWeight]]:
+    ) -> Iterator[tuple[str, Tensor | CodedWeight | BlockedWeight | JoinedWeight]]:
         """Yield (canonical name, contiguous tensor) in canonical order; on a CPU vectors share memory.
 
-        The weights whose names are among `coded`, which are some of `code_formats`, come as their codes.
+        The weights whose names are among `coded`, which are some of `code_formats`, come as their codes; those of a
+        GGUF file as its blocks where that has all their numbers as they are, which are not yet read.
         A weight of an expert whose stored type is among `keeps` comes as that holds it: in MXFP4 as its blocks and,
         after these, as {expert}.ffn_up.scales or {expert}.ffn_down.scales, its scales. Calls `progress` after each
         weight with the bytes read so far and in all. Memory holds the tensors that the caller keeps, the one being
@@ -114,10 +121,14 @@ class Checkpoint:
         """The weights that can come as codes, all their numbers as they are, by their canonical names."""
         return find_code_formats(self._sources, self._parts)
 
-    def _coded(self, source: Source, its_format: AnyFormat, dtype: torch.dtype) -> CodedWeight | JoinedWeight:
-        """Return a weight as its codes."""
+    def _coded(
+        self, source: Source, its_format: AnyFormat, dtype: torch.dtype
+    ) -> CodedWeight | BlockedWeight | JoinedWeight:
+        """Return a weight as its codes, or as its blocks."""
         num_out, num_in = source.joined_shape
         formats = its_format.parts if isinstance(its_format, JoinedFormat) else ((num_out, its_format),)
+        if (blocks := self._blocked(source, [its for _, its in formats], dtype)) is not None:
+            return blocks[0] if len(blocks) == 1 else JoinedWeight(blocks)
         weights, row = [empty_codes(its, (num_rows, num_in), dtype) for num_rows, its in formats], 0
         filled = iter(weights)
         weight = next(filled)
@@ -130,6 +141,27 @@ class Checkpoint:
         if len(weights) > 1:
             return JoinedWeight(tuple(weights))
         return weight if source.row_order is None else weight.in_order(torch.tensor(source.row_order))
+
+    def _blocked(
+        self, source: Source, formats: Sequence[CodeFormat], dtype: torch.dtype
+    ) -> tuple[BlockedWeight, ...] | None:
+        """Return the blocks of a weight of these formats, joined; None if its parts have others, or are no blocks."""
+        types = [self._parts[name].type for name, _ in source.parts]
+        names = [its.type_name for its in types if isinstance(its, Gguf)]
+        if len(names) < len(types) or [CODE_FORMATS.get(name) for name, _ in groupby(names)] != formats:
+            return None
+        pieces = zip(names, (self._block_rows(name, source.entry) for name, _ in source.parts), strict=True)
+        order = None if source.row_order is None else torch.tensor(source.row_order)
+        return tuple(
+            BlockedWeight(name, dtype, tuple(rows for _, rows in its), order)
+            for name, its in groupby(pieces, itemgetter(0))
+        )
+
+    def _block_rows(self, name: str, entry: int | None) -> BlockRows:
+        """Return the rows of a part in a type of GGUF."""
+        part, (data,) = self._parts[name], self._read(name, entry).values()
+        assert isinstance(part.type, Gguf)
+        return BlockRows(name, data, part.type.places(len(data), slice(0, len(data))))
 
     def _shapes(self, name: str, source: Source, keeps: Collection[StoredType]) -> dict[str, Shape]:
         """Return the names and shapes of the tensors that a source becomes: of several, if it stays packed."""
@@ -220,7 +252,7 @@ def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dty
 
     def fill(rows: slice) -> None:
         unpacked = stored.unpack(shape, tensors, rows, dtype)
-        _require_finite(unpacked)
+        require_finite(unpacked)
         values[rows] = unpacked
 
     _map_rows(fill, num_out, num_in)
@@ -237,7 +269,7 @@ def _set_codes(weight: CodedWeight, start: int, part: Part, shape: Shape, tensor
         coded = stored.coded(shape, tensors, rows, weight.dtype)
         for numbers in (coded.scales, coded.others):
             if numbers is not None:
-                _require_finite(numbers)
+                require_finite(numbers)
         weight.set_rows(its_rows, coded)
 
     _map_rows(fill, num_out, num_in)
@@ -250,12 +282,6 @@ def _map_rows(fill: Callable[[slice], object], num_out: int, num_in: int) -> Non
     spans = [slice(start, min(start + num_rows, num_out)) for start in range(0, num_out, num_rows)]
     for _ in map_pieces(fill, spans):
         pass
-
-
-def _require_finite(numbers: Tensor) -> None:
-    """Raise UnfitError for numbers of which one is not finite: a scale spoils many weights."""
-    if not numbers.sum(dtype=torch.float32).isfinite() and not numbers.isfinite().all():  # their sum may overflow
-        raise UnfitError("takes finite numbers, got others")
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
+from gptserve.weights.quantized.blocked import BlockedWeight
 from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
 
-Weight = Tensor | CodedWeight | JoinedWeight
+Weight = Tensor | CodedWeight | BlockedWeight | JoinedWeight
 """Those of some linears come as codes."""
 _ALIGNED_ROWS = 8
 """On an H100 the head of GPT-2, of 50,257 rows, takes 108 us for 32 sequences without rows of zeros."""

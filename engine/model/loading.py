@@ -20,6 +20,7 @@ from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
+from gptserve.weights.quantized.blocked import BlockedWeight
 from gptserve.weights.quantized.coded import CodedWeight
 
 Stream = Iterator[tuple[str, Weight]]
@@ -73,7 +74,7 @@ def table_of(weight: Weight) -> Tensor:
     """Return the table [tokens, width] of an embedding, which may have come as codes, in the dtype of computation."""
     if isinstance(weight, Tensor):
         return weight
-    assert isinstance(weight, CodedWeight)
+    assert isinstance(weight, CodedWeight | BlockedWeight)
     codes, (num, width) = weight, weight.shape
     table = mapped(num * width * codes.dtype.itemsize).view(codes.dtype).view(num, width)
     size = max(1, PIECE_ELEMENTS // width)

@@ -41,7 +41,7 @@ from gptserve.engine.runner.memory import (
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import GROUP, AnyFormat, CodedWeight, JoinedWeight
+from gptserve.weights.quantized.coded import GROUP, AnyFormat
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
     """
     options = options or ProductOptions()
     weight, others = affine.weight, (affine.bias, affine.activation)
-    if isinstance(weight, CodedWeight | JoinedWeight):
+    if not isinstance(weight, Tensor):
         return NativeCodedLinear(weight, *others, affine.out_dtype, memory=options.memory)
     terms = weight, *others
     exact, memory = options.exact_inputs, options.memory

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from gptserve.weights.quantized.blocked import BlockedWeight
+
 GROUP = 32
 """Codes that share a scale. Stored types with larger groups repeat theirs."""
 SUPER_GROUP = 256
@@ -204,7 +206,7 @@ class CodedWeight:
 class JoinedWeight:
     """A weight [out, in] of rows in several formats: those of the first part, then those of the next."""
 
-    parts: tuple[CodedWeight, ...]
+    parts: tuple[CodedWeight | BlockedWeight, ...]
 
     @property
     def shape(self) -> Shape:

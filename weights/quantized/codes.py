@@ -95,6 +95,14 @@ def codes_of(words: Tensor, bits: int, places: tuple[int, ...] | None = None) ->
     return ((words.contiguous()[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
+def require_finite(numbers: Tensor) -> None:
+    """Raise UnfitError for numbers of which one is not finite: a scale spoils many weights."""
+    import torch
+
+    if not numbers.sum(dtype=torch.float32).isfinite() and not numbers.isfinite().all():  # their sum may overflow
+        raise UnfitError("takes finite numbers, got others")
+
+
 def of_inputs(values: Tensor, num_in: int, group_size: int | None, groups: Tensor | None = None) -> Tensor:
     """Return [rows, in], or [rows, 1] of all inputs, of values [rows, groups]: each for the inputs of its group.
 

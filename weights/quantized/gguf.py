@@ -72,7 +72,7 @@ class Gguf:
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
         (data,) = tensors.values()
-        places = self._places(shape[0], rows)
+        places = self._stored(shape[0], rows)
         if len(shape) == 1 and self.type_name not in FLOATS:  # elements share blocks
             values = _values(self.type_name, data[None], (1, *shape))[0, places]
         else:
@@ -84,15 +84,20 @@ class Gguf:
 
     def coded(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> CodedWeight:
         (stored,) = tensors.values()
-        return _coded(self.type_name, stored[self._places(shape[0], rows)], dtype)
+        return coded_blocks(self.type_name, stored[self._stored(shape[0], rows)], dtype)
 
-    def _places(self, num_rows: int, rows: slice) -> Tensor | slice:
-        """Return where these rows are stored."""
+    def _stored(self, num_rows: int, rows: slice) -> Tensor | slice:
+        """Return the same, without a copy of rows where they are in order."""
+        return self.places(num_rows, rows) if self.num_heads else rows
+
+    def places(self, num_rows: int, rows: slice) -> Tensor:
+        """Return where these of so many rows are stored, int64."""
         import torch
 
+        row = torch.arange(rows.start, rows.stop)
         if not self.num_heads:
-            return rows
-        row, size = torch.arange(rows.start, rows.stop), num_rows // (self.num_heads + 2 * self.num_kv_heads)
+            return row
+        size = num_rows // (self.num_heads + 2 * self.num_kv_heads)
         head, place = row // size, row % size
         if self.num_kv_heads:
             num = self.num_heads // self.num_kv_heads  # queries of a group
@@ -152,11 +157,11 @@ def _values(type_name: str, data: Tensor, shape: Shape) -> Tensor:
     if type_name in FLOATS:
         return data.float()
     if type_name in CODE_FORMATS:
-        return _coded(type_name, data.flatten(1), torch.float32).values(slice(None)).view(-1, *shape[1:])
+        return coded_blocks(type_name, data.flatten(1), torch.float32).values(slice(None)).view(-1, *shape[1:])
     return UNPACK[type_name](data.reshape(-1, BLOCKS[type_name].num_bytes)).view(-1, *shape[1:])
 
 
-def _coded(type_name: str, data: Tensor, dtype: torch.dtype) -> CodedWeight:
+def coded_blocks(type_name: str, data: Tensor, dtype: torch.dtype) -> CodedWeight:
     """Return rows of blocks [rows, bytes] as codes."""
     from gptserve.weights.gguf.codes import CODES
 

@@ -24,7 +24,8 @@ from gptserve.engine.model.activation import activate
 from gptserve.engine.model.linear import Weight
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
-from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedWeight
+from gptserve.weights.quantized.blocked import BlockedWeight
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -227,7 +228,7 @@ class NativeCodedLinear(NativeLinear):
         return native.CODED_VARIANTS
 
     def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
-        assert isinstance(weight, CodedWeight | JoinedWeight)
+        assert not isinstance(weight, Tensor)
         row, parts = 0, list[tuple[int, int, CodeFormat]]()
         for part in weight.parts:
             assert row % native.COLUMNS == 0
@@ -245,12 +246,17 @@ class NativeCodedLinear(NativeLinear):
             "parts": (native.CodedRows * len(parts))(*of_parts),
         }
 
-    def _pack_codes(self, weight: CodedWeight) -> int:
-        """Keep rows in the library's layout; return where they begin."""
-        assert all(part is None or part.is_contiguous() for part in weight.tensors)
-        numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in weight.tensors))
+    def _pack_codes(self, weight: CodedWeight | BlockedWeight) -> int:
+        """Keep rows in the library's layout; return where they begin. Raises InvalidCheckpointError."""
         sizes = self._num_in, weight.shape[0], native.CODE_FORMATS.index(weight.format)
         packed = self._keep(self._memory.take(self._library.native_grouped_size(*sizes)))
+        if isinstance(weight, BlockedWeight):
+            rows, its_type = weight.addresses(), native.BLOCK_TYPES.index(weight.type_name)
+            if not self._library.native_pack_blocks(rows.data_ptr(), *sizes[:2], its_type, packed):
+                weight.require_finite()
+            return packed
+        assert all(part is None or part.is_contiguous() for part in weight.tensors)
+        numbers = native.NumbersOfCodes(*(None if part is None else part.data_ptr() for part in weight.tensors))
         self._library.native_pack_groups(numbers, *sizes, packed)
         return packed
 

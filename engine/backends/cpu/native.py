@@ -54,6 +54,8 @@ CODE_FORMATS = (
     *(CodeFormat(4, "scales", sub_group, has_table=True) for sub_group in (0, 32)),
 )
 """Those that products take. The index is the library's number."""
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""GGUF's types that are packed as their blocks lie. The index is the library's number."""
 CODED_VARIANTS = 4
 """The key of VARIANTS for codes in groups."""
 ROW_MULTIPLE = 32
@@ -101,6 +103,7 @@ FUNCTIONS: Functions = {
     "native_unpack_codes": (None, POINTER(CodedRows), c_int64, c_void_p, c_int64, c_void_p),
     "native_grouped_size": (c_int64, c_int64, c_int64, c_int64),
     "native_pack_groups": (None, POINTER(NumbersOfCodes), c_int64, c_int64, c_int64, c_void_p),
+    "native_pack_blocks": (c_bool, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_round_groups": (
         *(None, c_void_p, c_bool, c_void_p, c_int64, c_int64, c_int64),
         *(c_int, c_void_p),

@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.inventory import code_formats
+from gptserve.weights.quantized.blocked import BlockedWeight
 from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedFormat, JoinedWeight
 from gptserve.weights.quantized.gguf import CODE_FORMATS, HALVES, Gguf, GgufHalves
 from gptserve.weights.source import resolve_model
@@ -94,7 +95,7 @@ def check(checkpoint: Checkpoint) -> None:
     assert any("qkv" in its for its in formats)
     for its in formats:
         weight = coded[its]
-        assert isinstance(weight, CodedWeight | JoinedWeight)
+        assert isinstance(weight, CodedWeight | BlockedWeight | JoinedWeight)
         assert weight.dtype is torch.bfloat16
         assert torch.equal(torch.cat([part.values(slice(None)) for part in weight.parts]), unpacked[its])
         assert formats[its].num_bytes(weight.shape) <= weight.shape[0] * weight.shape[1] * 17 // 16
