@@ -14,6 +14,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["input", "output", "both", "sum"]
 Position = Literal["learned", "sinusoidal"]
 Score = Literal["softmax", "sigmoid"]
+AttentionGate = Literal["sigmoid", "softplus"]
 Activation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh"]
 
 
@@ -163,6 +164,10 @@ class ModelConfig:
     """That norm comes after the rotation."""
     attention_sinks: bool = False
     """The softmax of each head has one more logit, which has no value."""
+    attention_gate: AttentionGate | None = None
+    """What attention gives is multiplied by this function of a linear of its input, before its own product."""
+    gates_heads: bool = False
+    """The gate has one number for each head, not for each dimension of it."""
     attention_softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
 

@@ -59,7 +59,7 @@ WITH_STATES = (
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
 WITH_SHARED_LAYERS = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-WITH_GATES = ("afmoe", "beam", "laguna")
+WITH_GATES = ("beam",)
 WITH_OTHER_TOKENIZERS = ("biogpt", "cpmant", "ctrl", "gpt_neox_japanese", "xlm")
 OF_2023 = ("RefinedWeb", "RefinedWebModel")
 
@@ -86,7 +86,7 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
         "attends within chunks of 8,192 positions, and its routers weigh what experts read: that is not computed"
     ),
     ("deepseek_v4",): "attends to compressed keys and values: they are not computed",
-    WITH_GATES: "multiplies what attention gives by gates of its input (as Trinity does): that is not computed",
+    WITH_GATES: "multiplies what attention gives by gates of its input (as BEAM does): that is not computed",
     WITH_OTHER_TOKENIZERS: "has a tokenizer that only Python code of transformers reads",
     ("gemma4_assistant", "gemma4_unified_assistant"): "drafts for a Gemma 4, whose keys and values it reads",
     ("blt",): "reads bytes in patches that another model finds: that is not computed",

@@ -78,6 +78,7 @@ class Share:
         qkv = (_moved(heads, 0, size), _moved(kv_heads, first_key, size), _moved(kv_heads, first_value, size))
         halves = [_moved(width, ffn * half) for half in range(1 + config.gated_ffn)]
         rows = {"qkv": _indices(*qkv), "sinks": _indices(heads), "ffn_up": _indices(*halves)}
+        rows["attn_gate"] = _indices(_moved(heads, 0, 1 if config.gates_heads else size))
         if config.qk_norm == "own":
             rows |= {"q_norm": _indices(_moved(heads, 0, size)), "k_norm": _indices(_moved(kv_heads, 0, size))}
         return rows, {"attn_out": _moved(heads, 0, size), "ffn_down": width}

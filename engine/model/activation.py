@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gptserve.weights.config import Activation
+from gptserve.weights.config import Activation, AttentionGate
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -38,6 +38,17 @@ def activate(x: Tensor, activation: Activation | None) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise; on a CPU the bits of an element depend on it alone."""
     return _by_vectors(x.contiguous(), torch.sigmoid)
+
+
+def gate_heads(heads_THD: Tensor, gates: Tensor, function: AttentionGate) -> Tensor:
+    """Return heads [T, H, D] times the function, in fp32, of gates [T, H * D], or [T, H] of whole heads, as [T, H * D].
+
+    On a CPU the bits of an element depend on it alone.
+    """
+    wide = gates.float()
+    factors = sigmoid(wide) if function == "sigmoid" else _by_vectors(wide.contiguous(), functional.softplus)
+    of_heads_TH = factors.to(heads_THD.dtype).view(*heads_THD.shape[:2], -1)
+    return (heads_THD * of_heads_TH).flatten(1)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

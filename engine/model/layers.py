@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.activation import Xielu, activate
+from gptserve.engine.model.activation import Xielu, activate, gate_heads
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
@@ -54,6 +54,8 @@ class Attention:
     ) -> None:
         name = f"blocks.{layer}"
         self._qkv = take_linear(source, f"{name}.qkv", bias=config.qkv_bias)
+        self._gate_kind = config.attention_gate
+        self._gate = None if self._gate_kind is None else take_linear(source, f"{name}.attn_gate", bias=False)
         self._out = take_linear(source, f"{name}.attn_out", bias=config.attn_out_bias)
         self._clip, self._qk_norm, self._backend = config.qkv_clip, config.qk_norm, backend
         self._norm_is_last = config.qk_norm_after_rotation
@@ -91,7 +93,10 @@ class Attention:
                 normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm != "projection")
             self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         grow_(q_THD, rotation)
-        return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
+        attended_THD = self._backend.attend(q_THD, cache_2NGBD, metadata, spec)
+        if self._gate is None or self._gate_kind is None:
+            return self._out(attended_THD.flatten(1), residual)
+        return self._out(gate_heads(attended_THD, self._gate(x), self._gate_kind), residual)
 
 
 class FeedForward:

@@ -41,14 +41,14 @@ _MIN_CONTEXT = 2
 _PARTS = {
     "embedding": ("embed", "embed_in"),
     "position": ("position",),
-    "attention": ("qkv", "attn_out", "sinks"),
+    "attention": ("qkv", "attn_gate", "attn_out", "sinks"),
     "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction"),
     "norms": (),  # all tensors named ..._norm
     "head": ("head", "embed_out"),
 }
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
-_QUANTIZED = ("qkv", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
+_QUANTIZED = ("qkv", "attn_gate", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
 """The weights that a quantization changes."""
 _FIRST_LAYERS, _FIRST_SHARE = 3, 4
 """The first layers, up to 3 and one in 4, are in int10 or keep their dtype: later layers amplify their errors."""
@@ -56,7 +56,7 @@ _BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
 """Of a weight's element; GROUPED has the others."""
 GROUPED: tuple[WeightType, ...] = ("int4", "int5", "int8_groups")
 """The types that are codes in groups, which the quantization int4 uses."""
-OF_STREAM = ("qkv", "ffn_up", "head")
+OF_STREAM = ("qkv", "attn_gate", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
 _WIDE_BYTES = 4  # of scales, factors and what is not quantized
 

@@ -47,7 +47,7 @@ _ROWS = {
     "embedding": ("embed", "embed_in"),
     "position": ("position",),
     "attention q, k, v": ("qkv",),
-    "attention out": ("attn_out", "sinks"),
+    "attention out": ("attn_gate", "attn_out", "sinks"),
     "feed-forward": ("ffn_up", "ffn_down", "xielu"),
     "router": ("router", "correction"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts

@@ -324,6 +324,48 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_shared_experts": 2,
         },
     ),
+    "Trinity, past its window": (
+        "afmoe",
+        {
+            **_DEEP,
+            "head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "sliding_window": 11,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+    "Laguna, gates of heads": (
+        "laguna",
+        {
+            **_DEEP,
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "moe_routed_scaling_factor": 1.7,
+            "sliding_window": 11,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_attention_heads_per_layer": [4, 6, 4, 2],
+        },
+    ),
+    "Laguna, gates of dimensions": (
+        "laguna",
+        {
+            **_LLAMA,
+            "head_dim": 16,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "gating": "per-element",
+        },
+    ),
     "Mellum 2, past its window": (
         "mellum",
         {

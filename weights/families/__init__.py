@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from gptserve.weights.families.afmoe import AFMOE, LAGUNA
 from gptserve.weights.families.apertus import APERTUS
 from gptserve.weights.families.arcee import ARCEE
 from gptserve.weights.families.bloom import BLOOM
@@ -137,6 +138,7 @@ FAMILIES: dict[str, Family] = {
         ),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, HUNYUAN_MOE),
         *(COHERE2_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, SOLAR_OPEN, EXAONE_MOE, HY_V3, MELLUM, FLINT, FLEX_OLMO),
+        *(AFMOE, LAGUNA),
         *(
             GEMMA3_WITH_VISION,
             COHERE2_VISION,

@@ -14,6 +14,7 @@ layer; linears are [out, in]):
         qkv              [(H + 2G) * D, hidden]: all query heads, then all key heads, then all value heads
         sinks            [H]
         q_norm, k_norm   [D] and [D], or [H * D] and [G * D]
+        attn_gate        [H * D, hidden], or [H, hidden]
         attn_out         [hidden, H * D]
         ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
         xielu            [4], fp32: alpha_p and alpha_n before their softplus, beta, eps

@@ -60,6 +60,7 @@ def _named(
     is_absent |= dict.fromkeys(("ffn_up", "ffn_down"), layer.experts is not None)
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     is_absent["xielu"] = not config.xielu
+    is_absent["attn_gate"] = config.attention_gate is None
     if is_absent.get(kind):
         return {}
     if kind == "sinks":
@@ -78,6 +79,7 @@ def _named(
         "position": ((config.position_offset + config.max_position,), hidden, False),
         "embed_in": ((hidden,), embed, False),
         "qkv": ((num_q, num_kv, num_kv), hidden, config.qkv_bias),
+        "attn_gate": ((layer.num_heads if config.gates_heads else num_q,), hidden, False),
         "attn_out": ((hidden,), num_q, config.attn_out_bias),
         "ffn_up": ((ffn,) * (1 + config.gated_ffn), hidden, config.ffn_bias),
         "ffn_down": ((hidden,), ffn, config.ffn_bias),

@@ -91,6 +91,8 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBac
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
+    if config.attention_gate is not None:
+        return "it gates what attention gives"
     of_layers = [(layer.q_size, layer.ffn_size) for layer in config.distinct_layers]
     widths = (config.hidden_size, config.embed_size or 0, *chain.from_iterable(of_layers))
     if any(width % native.ROW_MULTIPLE for width in widths):

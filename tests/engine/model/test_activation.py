@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gptserve.engine.model.activation import Xielu, activate
-from gptserve.weights.config import Activation
+from gptserve.engine.model.activation import Xielu, activate, gate_heads
+from gptserve.weights.config import Activation, AttentionGate
 
 ROWS = 150
 COUNTS = (1, 2, 3, 7, 100, ROWS)
@@ -69,3 +69,19 @@ def test_xielu_has_the_numbers_of_its_tensor_after_a_softplus() -> None:
         assert XIELU(torch.tensor([[x]])).item() == pytest.approx(curved + 0.5 * x, rel=2e-6, abs=1e-7)
     assert Xielu.of(torch.tensor([166.0, 40.75, 0.5, -1e-6])).numbers.tolist()[:2] == [166.0, 41.25]
     assert XIELU(torch.tensor([[2.0]], dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", get_args(AttentionGate))
+def test_gates_of_heads_are_those_of_their_dimensions_and_depend_on_their_row(
+    function: AttentionGate, dtype: torch.dtype
+) -> None:
+    heads, gates = torch.randn(9, 3, 5).to(dtype), torch.randn(9, 3).to(dtype)
+    found = gate_heads(heads, gates, function)
+    for row in range(9):
+        assert torch.equal(found[row : row + 1], gate_heads(heads[row : row + 1], gates[row : row + 1], function))
+    assert torch.equal(found, gate_heads(heads, gates.repeat_interleave(5, 1), function))
+    of_one = {"sigmoid": lambda x: 1 / (1 + exp(-x)), "softplus": lambda x: log1p(exp(x))}[function]
+    factors = torch.tensor([of_one(gate) for gate in gates[0].tolist()])
+    expected = (heads[0].float() * factors.unsqueeze(-1)).flatten()
+    assert torch.allclose(found[0].float(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5)

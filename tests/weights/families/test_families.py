@@ -61,7 +61,7 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ("deepseek_v4", "deepseek_v4 attends to compressed keys and values"),
         ("gemma4", "gemma4 has layers that share keys and values or have embeddings of their own"),
         ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
-        ("afmoe", r"afmoe multiplies what attention gives by gates of its input \(as Trinity does\)"),
+        ("beam", r"beam multiplies what attention gives by gates of its input \(as BEAM does\)"),
         ("mimo_v2_flash", "mimo_v2_flash has values of another size than its keys"),
         ("bitnet", "bitnet has ternary weights, and norms inside attention and feed-forward"),
         ("RefinedWebModel", "RefinedWebModel is Falcon in the format of its own code: use its present files, whose"),
