@@ -129,8 +129,8 @@ class Replica:
 
     async def _poll(self) -> None:
         """Obey orders to cancel, give up leases of what does not run here, and claim what nobody has."""
-        orphans = []
-        for completion_id, is_cancelled in (await self._sharing.held()).items():
+        leases, orphans = await self._sharing.leases(self._capacity()[0]), []
+        for completion_id, is_cancelled in leases.held.items():
             job = self._index.get(completion_id)
             if job is None or job.running is None:
                 orphans.append(completion_id)
@@ -138,7 +138,7 @@ class Replica:
                 self._stop(job.running, cancelled())
         if orphans := [completion_id for completion_id in orphans if completion_id not in self._taking]:
             await self._sharing.release(orphans)
-        if not self._claims:
+        if not self._claims or not leases.are_some_free:
             return
         fingerprints, limit = self._capacity()
         claimed = await self._sharing.claim(fingerprints, limit)

@@ -21,6 +21,13 @@ class SharedJob(NamedTuple):
     is_cancelled: bool
 
 
+class Leases(NamedTuple):
+    """The completions that a server has leases on, and of each if it is to be cancelled; and if any may be taken."""
+
+    held: Mapping[str, bool]
+    are_some_free: bool
+
+
 class Sharing(Protocol):
     """The part of a JobStore that is about its servers.
 
@@ -46,8 +53,8 @@ class Sharing(Protocol):
     async def reap(self) -> int:
         """End the memberships that were not renewed in time; return their number."""
 
-    async def held(self) -> Mapping[str, bool]:
-        """Return the completions that this server has leases on, and of each whether it is to be cancelled."""
+    async def leases(self, fingerprints: Collection[str]) -> Leases:
+        """Return the leases of this server, and whether there are any that `claim` could take. It only reads."""
 
     async def claim(self, fingerprints: Collection[str], limit: int) -> list[str]:
         """Take the leases of at most `limit` completions that nobody has; return their ids, the oldest first.

@@ -5,7 +5,7 @@ It has a connection of its own, so that no other work delays it. `store.py` make
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 
 from gptserve.server.jobs.postgres import statements as sql
 from gptserve.server.jobs.postgres.connections import Connections
-from gptserve.server.jobs.sharing import FORGOTTEN_AFTER_S, SharedJob, Sharing
+from gptserve.server.jobs.sharing import FORGOTTEN_AFTER_S, Leases, SharedJob, Sharing
 
 
 class Membership(Sharing):
@@ -55,14 +55,16 @@ class Membership(Sharing):
         """End the memberships that were not renewed in time; return their number."""
         return await self._change(sql.REAP)
 
-    async def held(self) -> Mapping[str, bool]:
-        """Return the completions with leases of this server, and of each whether it is to be cancelled."""
-        return dict(await self._rows(self._own, sql.HELD))
+    async def leases(self, fingerprints: Collection[str]) -> Leases:
+        """Return the leases of this server, and whether some could be taken."""
+        held = dict(await self._rows(self._own, sql.LEASES, **_claimable(fingerprints)))
+        are_some_free = held.pop(None, False) is None
+        return Leases(held, are_some_free)
 
     async def claim(self, fingerprints: Collection[str], limit: int) -> list[str]:
         """Take the leases of completions that nobody has; return their ids, the oldest first."""
-        asked = {"fingerprints": list(fingerprints), "limit": limit, "forgotten_after_s": FORGOTTEN_AFTER_S}
-        return [completion_id for _, completion_id in sorted(await self._rows(self._own, sql.CLAIM, **asked))]
+        rows = await self._rows(self._own, sql.CLAIM, limit=limit, **_claimable(fingerprints))
+        return [completion_id for _, completion_id in sorted(rows)]
 
     async def release(self, completion_ids: Iterable[str]) -> None:
         """Give up leases of this server."""
@@ -99,3 +101,7 @@ class Membership(Sharing):
             return (await connection.execute(statement.encode(), {"me": self.me, **values})).rowcount
 
         return await self._own.run(execute, self._limit_s)
+
+
+def _claimable(fingerprints: Collection[str]) -> dict[str, Any]:
+    return {"fingerprints": list(fingerprints), "forgotten_after_s": FORGOTTEN_AFTER_S}

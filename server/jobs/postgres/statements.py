@@ -36,17 +36,24 @@ DELETE FROM gptserve.replicas WHERE id IN (
     FOR UPDATE SKIP LOCKED
 )
 """
-HELD = "SELECT completion_id, is_cancelled FROM gptserve.leases WHERE replica = %(me)s"
+_IS_FREE = """
+replica IS NULL AND (
+    is_cancelled OR fingerprint = ANY(%(fingerprints)s) OR NOT EXISTS (
+        SELECT FROM gptserve.fingerprints f WHERE f.fingerprint = l.fingerprint
+        AND f.seen_at > clock_timestamp() - make_interval(secs => %(forgotten_after_s)s)
+    )
+)
+"""
+# Only reads, as mostly there is nothing to take: a claim locks the row of its server.
+LEASES = f"""
+SELECT completion_id, is_cancelled FROM gptserve.leases WHERE replica = %(me)s
+UNION ALL (SELECT NULL, NULL FROM gptserve.leases l WHERE {_IS_FREE} LIMIT 1)
+"""
 CLAIM = f"""
 {_ME},
 free AS (
     SELECT completion_id FROM gptserve.leases l
-    WHERE replica IS NULL AND (
-        is_cancelled OR fingerprint = ANY(%(fingerprints)s) OR NOT EXISTS (
-            SELECT FROM gptserve.fingerprints f WHERE f.fingerprint = l.fingerprint
-            AND f.seen_at > clock_timestamp() - make_interval(secs => %(forgotten_after_s)s)
-        )
-    )
+    WHERE {_IS_FREE}
     ORDER BY is_cancelled DESC, created, completion_id
     LIMIT %(limit)s + (SELECT count(*) FROM gptserve.leases WHERE replica IS NULL AND is_cancelled)
     FOR UPDATE SKIP LOCKED

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gptserve.engine.request import TokenOutput
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.job import BackgroundJob
+from gptserve.server.jobs.postgres.membership import Membership
 from gptserve.server.jobs.postgres.store import PostgresJobStore
 from gptserve.server.jobs.resumption import MAX_ATTEMPTS
 from tests.postgres_server import PostgresServer
@@ -97,6 +99,35 @@ def test_one_key_begins_one_completion_at_all_servers(postgres_url: str) -> None
             assert num_live == 1, "what lost the race is aborted"
             with pytest.raises(ServiceError, match="Idempotency-Key 'k' was used with another request"):
                 await second.begin(key="k", max_tokens=3)
+
+    run(test())
+
+
+def test_a_server_claims_only_what_it_has_seen_to_be_free(
+    postgres_url: str, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptserve.server.jobs.replica.CLAIM_INTERVAL_S", 0.01)
+    seen: list[str] = []
+    seen_often = asyncio.Event()
+    for name, method in (("leases", Membership.leases), ("claim", Membership.claim)):
+
+        async def noted(self: Membership, *args: Any, name: str = name, call: Any = method) -> Any:
+            seen.append(name)
+            if len(seen) == 20:
+                seen_often.set()
+            return await call(self, *args)
+
+        monkeypatch.setattr(Membership, name, noted)
+
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=2)
+            await seen_often.wait()
+            assert "claim" not in seen
+            await asyncio.to_thread(execute, FIRST_IS_REAPED)
+            await submitted(second)
+            assert "claim" in seen
+            await computed(second, job)
 
     run(test())
 
@@ -242,7 +273,7 @@ def test_an_engine_that_is_dead_takes_nothing(postgres_url: str) -> None:
             await second.engine.close()
             await first.jobs.suspend()
             await asyncio.sleep(0)
-            assert await second.store.sharing.held() == {}  # type: ignore[union-attr]
+            assert (await second.store.sharing.leases(set())).held == {}  # type: ignore[union-attr]
             third = Server(store=PostgresJobStore(postgres_url))
             async with started(third):
                 await submitted(third)

@@ -78,7 +78,7 @@ def test_what_one_server_has_no_other_writes(with_stores: UseStores) -> None:
             with pytest.raises(LeaseLostError, match="another server goes on with the completion"):
                 await write
         assert await second.sharing.claim(FINGERPRINTS, 10) == []
-        assert await first.sharing.held() == {"cmpl-1": False}
+        assert await first.sharing.leases(FINGERPRINTS) == ({"cmpl-1": False}, False)
         assert await first.load() == [stored]
 
     with_stores(test)
@@ -100,7 +100,7 @@ def test_a_dead_server_writes_nothing_once_another_may_go_on(with_stores: UseSto
         await second.append("cmpl-1", 1, OUTPUTS[1:])
         await second.end("cmpl-1", END)
         await first.sharing.join()
-        assert await first.sharing.held() == {}
+        assert await first.sharing.leases(FINGERPRINTS) == ({}, False)
         assert await first.batches("cmpl-1", 0, 10) == [OUTPUTS, OUTPUTS[1:]]
 
     with_stores(test)
@@ -196,8 +196,9 @@ def test_free_leases_go_to_whoever_claims_first_and_the_oldest_first(with_stores
         claims = await asyncio.gather(*(store.sharing.claim(FINGERPRINTS, 9) for store in (first, second)))
         assert sorted(itertools.chain(*claims)) == ["1", "2", "3"], "a model that was here a moment ago may come back"
         await first.sharing.cancel("0")
+        assert (await second.sharing.leases({"another"})).are_some_free
         assert await second.sharing.claim(FINGERPRINTS, 0) == ["0"], "anybody can end it"
-        assert (await second.sharing.held())["0"]
+        assert (await second.sharing.leases(FINGERPRINTS)).held["0"]
 
     with_stores(test)
 
@@ -207,8 +208,10 @@ def test_a_model_that_nobody_has_had_for_long_is_claimed_to_be_ended(with_stores
         await first.add(RECORD)
         await first.sharing.renew(FINGERPRINTS)
         await first.sharing.release(["cmpl-1"])
+        assert not (await second.sharing.leases({"g"})).are_some_free
         assert await second.sharing.claim({"g"}, 9) == []
         await asyncio.to_thread(execute, "UPDATE gptserve.fingerprints SET seen_at = seen_at - interval '601 s'")
+        assert (await second.sharing.leases({"g"})).are_some_free
         assert await second.sharing.claim({"g"}, 9) == ["cmpl-1"]
 
     with_stores(test)
