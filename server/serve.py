@@ -30,7 +30,7 @@ from gptserve.server.files.store import FileStoreError
 from gptserve.server.jobs.store import JobStoreError
 from gptserve.server.parts import StartError as StartError
 from gptserve.server.parts import make_app, make_engine
-from gptserve.server.stores import make_stores, place_of
+from gptserve.server.stores import make_stores, open_store, place_of, start_kept
 from gptserve.weights.source import Download, fetch_model, local_model
 
 if TYPE_CHECKING:  # they import the web framework
@@ -93,6 +93,7 @@ class ServingProcess:
         self.hangs = False
         self._stores = self._store, self._file_store, self._batch_store = make_stores(settings)
         self._batches: Batches | None = None
+        self._starting: asyncio.Task[None] | None = None  # while the database is away
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._model: Model | None = None
@@ -114,6 +115,7 @@ class ServingProcess:
             return await self._serve(*loading.result())
         finally:
             self._limit_closing(CLOSING_LIMIT_S)
+            self._start_no_more()
             if self._engine is not None:
                 await self._finish(self._engine.close(), "the engine")
             if self._http is not None and self._serving is not None:
@@ -132,7 +134,7 @@ class ServingProcess:
     async def _load(self) -> tuple[BackgroundJobs, Lifecycle]:
         """Start to listen, load the model, then pass requests on to the application."""
         try:
-            await self._store.open()  # fails before the model is loaded
+            await open_store(self._store)  # fails before the model is loaded
             opening = None
             if self._folder is None:
                 opening = asyncio.create_task(self._start_listening())
@@ -143,9 +145,8 @@ class ServingProcess:
             opening = opening or asyncio.create_task(self._start_listening())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
             loading_app, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
-            await app.state.files.start()
-            await app.state.jobs.start()
-            await app.state.batches.start()
+            kept = app.state.files, app.state.jobs, app.state.batches
+            self._starting = await start_kept(self._store, kept)
             self._batches = app.state.batches
         except (JobStoreError, FileStoreError, BatchStoreError) as error:
             raise StartError(f"{place_of(self._settings)}: {error}") from error
@@ -202,6 +203,10 @@ class ServingProcess:
             logger.warning("shutdown: gave up waiting for %s", name)
             self.hangs = True
 
+    def _start_no_more(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+
     def _make_server(self, on_listening: Callable[[], object]) -> tuple[HttpServer, LoadingApp]:
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.loading import LoadingApp
@@ -253,6 +258,7 @@ class ServingProcess:
         assert serving is not None
         assert engine is not None
         await _first(self._told_to_stop.wait(), engine.wait_until_dead(), serving)
+        self._start_no_more()
         if self._told_to_stop.is_set():
             await self._drain(jobs, lifecycle, engine)
         self._limit_closing(CLOSING_LIMIT_S)

@@ -1,14 +1,19 @@
-"""Chooses where completions, files and batches are kept: memory, a folder or a database.
+"""Chooses where completions, files and batches are kept, memory, a folder or a database, and starts what keeps them.
 
 `serve.py`, `cluster/` and `cli/state.py` call it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import random
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from gptserve.server.batches.folder import FolderBatchStore
 from gptserve.server.batches.store import BatchStore, BatchStoreError
@@ -17,9 +22,13 @@ from gptserve.server.files.folder import FolderFileStore
 from gptserve.server.files.store import FileStore, FileStoreError
 from gptserve.server.jobs.sqlite.database import FILE_NAME
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
-from gptserve.server.jobs.store import JobStore, JobStoreError
+from gptserve.server.jobs.store import JOURNAL_UNAVAILABLE, JobStore, JobStoreError, StoreUnavailableError
 
 _FILES, _BATCHES = "files", "batches"  # folders in that of the journal
+
+_START_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 Stores = tuple[JobStore, FileStore, BatchStore]
 
@@ -39,6 +48,58 @@ def make_stores(settings: ServerSettings) -> Stores:
 
 def _beside(folder: Path | None, sync: StateSync = "full") -> tuple[FileStore, BatchStore]:
     return FolderFileStore(folder and folder / _FILES), FolderBatchStore(folder and folder / _BATCHES, sync)
+
+
+class Kept(Protocol):
+    """Files, jobs or batches, which read what is kept."""
+
+    async def start(self) -> None:
+        """Read it. Raises an error of its store; after an unavailable store it may be called again."""
+
+
+async def open_store(store: JobStore) -> None:
+    """Open a store, unless it is a database that is away. Raises JobStoreError."""
+    try:
+        await store.open()
+    except StoreUnavailableError:
+        logger.warning("the server starts without its database; until that is there, only what is not stored is served")
+
+
+async def start_kept(store: JobStore, kept: Sequence[Kept]) -> asyncio.Task[None] | None:
+    """Start these one after another; return a task that does so once the database is there if it is away.
+
+    Raises JobStoreError, FileStoreError or BatchStoreError.
+    """
+    unstarted = list(kept)
+    try:
+        await _start(store, unstarted)
+    except (JobStoreError, FileStoreError, BatchStoreError) as error:
+        if error.code != JOURNAL_UNAVAILABLE:
+            raise
+        return asyncio.create_task(_start_later(store, unstarted))
+    return None
+
+
+async def _start(store: JobStore, unstarted: list[Kept]) -> None:
+    await store.open()
+    while unstarted:
+        await unstarted[0].start()
+        del unstarted[0]
+
+
+async def _start_later(store: JobStore, unstarted: list[Kept]) -> None:
+    told = None
+    while True:
+        await asyncio.sleep(_START_INTERVAL_S * random.uniform(0.75, 1.0))  # not all servers at once
+        try:
+            await _start(store, unstarted)
+        except (JobStoreError, FileStoreError, BatchStoreError) as error:
+            if error.code != JOURNAL_UNAVAILABLE and str(error) != told:
+                told = str(error)
+                logger.error("nothing is stored: %s", error)
+        else:
+            logger.info("the database is there; completions, files and batches are stored from now on")
+            return
 
 
 def place_of(settings: ServerSettings) -> str:

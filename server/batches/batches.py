@@ -58,13 +58,14 @@ class Batches:
         return dict[str, int](self._runner.num_lines.items())
 
     async def start(self) -> None:
-        """Read what is kept, and go on with what has not ended. Raises BatchStoreError.
+        """Read what is kept, and go on with what has not ended. Raises BatchStoreError; then it may be called again.
 
         Call it once the files are read; those that no batch needs may expire from then on.
         """
         records = await self._store.load()
         for record in records:
-            self._keep(record)
+            if record.batch_id not in self._batches:
+                self._keep(record)
         if self._store.sharing is not None:
             await self._look()
             self._loops = [asyncio.create_task(self._hold_regularly()), asyncio.create_task(self._look_regularly())]

@@ -26,7 +26,7 @@ from gptserve.server.cluster.prefix_router import PrefixRouter
 from gptserve.server.cluster.ray_fleet import RayFleet
 from gptserve.server.core.logs import configure_logging
 from gptserve.server.parts import make_app, make_engine
-from gptserve.server.stores import make_stores
+from gptserve.server.stores import make_stores, open_store, start_kept
 from gptserve.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ class Ingress:
         self._engine = FleetClient(RayFleet(engines))
         await self._engine.start()
         self._stores = make_stores(settings)
-        await self._stores[0].open()
+        await open_store(self._stores[0])
         self._application, self._model, self._tracing = await asyncio.to_thread(
             make_app, settings, self._engine, folder, *self._stores
         )
-        for kept in (self._state.files, self._state.jobs, self._state.batches):
-            await kept.start()
+        kept = self._state.files, self._state.jobs, self._state.batches
+        self._starting = await start_kept(self._stores[0], kept)
 
     @property
     def _state(self) -> Any:
@@ -108,6 +108,8 @@ class Ingress:
             raise await self._engine.wait_until_dead()
 
     async def __del__(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
         self._state.lifecycle.drain()
         await self._state.jobs.suspend()
         await self._engine.close()

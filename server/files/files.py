@@ -101,8 +101,8 @@ class Files:
     async def start(self) -> None:
         """Read what is kept. Raises FileStoreError. Nothing expires before `begin_expiry`."""
         for record in await self._store.load():
-            self._add(record)
-            self._held_bytes[record.owner] += record.num_bytes
+            if self._add(record):
+                self._held_bytes[record.owner] += record.num_bytes
 
     def begin_expiry(self) -> None:
         """Delete expired files from now on, but for those that are held by now."""

@@ -32,6 +32,9 @@ postgres.ADD_RESULT = postgres.ADD_RESULT.replace(
 ).replace("AND l.replica = me.id", "")
 """
 """What a server executes first that writes results without having the lease."""
+UNKEYED = """;
+ALTER TABLE gptserve.batch_results DROP CONSTRAINT batch_results_pkey; CREATE INDEX ON gptserve.batch_results (batch_id)
+"""
 AUDIT = """
 CREATE TABLE audit.strange_results (batch_id text, n integer, name text, holder text);
 CREATE FUNCTION audit.write_result() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE holder text; BEGIN

@@ -21,8 +21,11 @@ pytestmark = [
 ]
 
 
-def disturbed(events: Sequence[Event], num_completions: int, folder: Path, *, is_unfenced: bool = False) -> Found:
-    return asyncio.run(run([*events], num_completions, 2, 0, num_lines=20, is_unfenced=is_unfenced, folder=folder))
+def disturbed(
+    events: Sequence[Event], num_completions: int, folder: Path, *, num_lines: int = 20, is_unfenced: bool = False
+) -> Found:
+    options = {"num_lines": num_lines, "is_unfenced": is_unfenced}
+    return asyncio.run(run([*events], num_completions, 2, 0, folder=folder, **options))
 
 
 def test_every_completion_is_there_once_and_as_undisturbed_at_every_server(tmp_path: Path) -> None:
@@ -36,3 +39,8 @@ def test_without_fence_and_key_it_finds_what_a_reaped_server_wrote(tmp_path: Pat
     found = disturbed(("cut", "cut", "cut"), 9, tmp_path, is_unfenced=True)
     assert found.strangers > 0
     assert found.twice > 0
+
+
+def test_without_fence_and_key_it_finds_lines_of_a_server_that_has_lost_their_batch(tmp_path: Path) -> None:
+    found = disturbed(("cut", "cut", "cut"), 0, tmp_path, num_lines=80, is_unfenced=True)
+    assert found.strange_lines > 0

@@ -314,6 +314,40 @@ def test_without_its_database_a_server_answers_what_is_not_stored_and_goes_on_wi
     check_all(second.client, ids, collected, BODIES)
 
 
+def test_a_server_that_starts_without_its_database_serves_the_rest_until_that_is_there(
+    postgres_url: str, postgres: PostgresServer
+) -> None:
+    plain, stored = {"prompt": "Once", "max_tokens": 9, "seed": 1}, BODIES[0]
+    postgres.stop()
+    process = Process(*FLAGS, "--state-url", postgres_url)
+    try:
+        with process.wait_until_ready() as client:
+            assert client.post("/v1/completions", json=plain).status_code == 200
+            for path in ("batches", "files", "completions", "completions/cmpl-unknown"):
+                assert client.get(f"/v1/{path}").json() == {"error": AWAY}
+            refused = client.post("/v1/completions", json=stored, headers={"idempotency-key": "k"})
+            assert (refused.status_code, refused.json()) == (503, {"error": AWAY})
+            assert refused.headers["retry-after"] == "5"
+            postgres.start()
+            process.wait_for_line("completions, files and batches are stored from now on")
+            assert is_over(events_of(client, begin(client, stored)))
+            assert len(client.get("/v1/completions").json()["data"]) == 1
+            for path in ("batches", "files"):
+                assert client.get(f"/v1/{path}").json()["data"] == []
+            postgres.stop()
+            process.popen.terminate()
+            assert process.wait()[0] == 0
+    finally:
+        process.kill()
+
+
+def test_a_server_that_its_database_turns_away_does_not_start(postgres_url: str) -> None:
+    status, told = Process(*FLAGS, "--state-url", postgres_url.replace("/test", "/no-test")).wait()
+    assert status == 1
+    assert "gptserve: state-url: the journal in PostgreSQL cannot be used: connection failed: " in told
+    assert 'database "no-test' in told
+
+
 def test_commits_that_the_database_loses_in_a_crash_are_computed_again_or_said_to_be_lost(
     replicas: list[Replica], postgres: PostgresServer
 ) -> None:

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import ReadOnlySqlTransaction
+from psycopg.pq import PGconn, Ping
 
 from gptserve.server.jobs.postgres.schema import ENCODING
 from gptserve.server.jobs.store import JobStoreError, StoreUnavailableError
@@ -189,6 +190,11 @@ def parameters_of(url: str) -> dict[str, Any]:
     except psycopg.ProgrammingError as error:
         message = re.sub('".*"', '"***"', str(error)) if "password=" in url else str(error)
         raise ValueError(message) from None
+
+
+def takes_connections(url: str) -> bool:
+    """Return whether a server is there that says yes or no to a client. It blocks, for some seconds at most."""
+    return PGconn.ping(make_conninfo(**parameters_of(url) | {"connect_timeout": "2"}).encode()) == Ping.OK
 
 
 def cause_of(error: BaseException) -> str:

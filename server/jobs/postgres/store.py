@@ -20,7 +20,7 @@ from gptserve.server.completions.encoding import PIECE_ENTRIES
 from gptserve.server.core.settings import StateSync
 from gptserve.server.jobs.postgres import statements as sql
 from gptserve.server.jobs.postgres.beside import Beside
-from gptserve.server.jobs.postgres.connections import Call, Connections, Result, cause_of
+from gptserve.server.jobs.postgres.connections import Call, Connections, Result, cause_of, takes_connections
 from gptserve.server.jobs.postgres.groups import Group
 from gptserve.server.jobs.postgres.membership import Membership
 from gptserve.server.jobs.postgres.schema import ROLE_INDEPENDENT, prepare
@@ -66,6 +66,7 @@ class PostgresJobStore(JobStore):
             f"SET synchronous_commit = {'on' if sync == 'full' else 'off'}; SET statement_timeout = {milliseconds}; "
             f"SET idle_in_transaction_session_timeout = {milliseconds}; {ROLE_INDEPENDENT}"
         )
+        self._url = url
         self._of_membership = Connections(url, 1, settings, lease_ttl_s)
         spare = self._of_membership
         self._all = Connections(url, NUM_CONNECTIONS, settings, lease_ttl_s, spare)
@@ -102,6 +103,8 @@ class PostgresJobStore(JobStore):
                     await self._of_membership.run(lambda connection, _: prepare(connection), LIMIT_S)
                     await self._membership.join()
                 except StoreUnavailableError as error:
+                    if not await asyncio.to_thread(takes_connections, self._url):
+                        raise
                     cause = cause_of(error.__cause__ or error)
                     raise JobStoreError(f"the journal in PostgreSQL cannot be used: {cause}") from error
 

@@ -379,7 +379,7 @@ def test_a_database_that_takes_connections_and_says_nothing_is_given_up(monkeypa
 
         async def test() -> None:
             store = PostgresJobStore(url)
-            with pytest.raises(JobStoreError, match=r"PostgreSQL cannot be used: no answer within 0\.2 s"):
+            with pytest.raises(StoreUnavailableError):
                 await store.open()
             await store.close()
 
