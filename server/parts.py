@@ -61,6 +61,8 @@ def make_app(
     store: JobStore,
     file_store: FileStore,
     batch_store: BatchStore,
+    *,
+    is_one_of_several: bool = False,
 ) -> tuple[FastAPI, Model, Tracing | None]:
     """Return the application with its model, which owns worker processes, and its tracing; the caller closes both.
 
@@ -83,7 +85,7 @@ def make_app(
         except ValueError as error:  # of the library's own variables
             model.close()
             raise StartError(f"otlp-traces-endpoint: {error}") from error
-    options = AppOptions(settings, tracing=tracing)
+    options = AppOptions(settings, tracing=tracing, is_one_of_several=is_one_of_several)
     return create_app(ModelRegistry(model), options, store, file_store, batch_store), model, tracing
 
 

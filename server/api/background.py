@@ -157,6 +157,8 @@ async def request_to_keep(
     A large one takes its owner's turn to be compared with others of its key, and counts as waiting meanwhile. A retry
     does not: it begins nothing.
     """
+    if fields.get("background"):
+        planning.check_shared("background")
     place = planning.place
     make = partial(BackgroundRequest.of, path, fields, place.owner, key, place.started_at)
     if key is None or not is_large:

@@ -43,6 +43,7 @@ def batches_router(service: Service, batches: Batches) -> APIRouter:
         responses={200: {"model": BatchObject}, **error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503)},
     )
     async def create_batch(request: Request) -> Response:
+        service.check_shared("a batch")
         _, body, _ = await read_body(request, service, lambda _: BatchRequest)
         expiry = body.output_expires_after
         kept_s = None if expiry is None else check_expiry("output_expires_after", expiry.anchor, expiry.seconds)

@@ -94,6 +94,7 @@ class _Routes:
         service, owner = self._service, owner_of(request)
         if service.lifecycle.is_draining:
             raise shutting_down()
+        service.check_shared("a file")
         self._check_head(request)
         with service.lifecycle.active():
             async with self._files.upload(owner) as upload:

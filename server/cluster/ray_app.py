@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -90,7 +91,7 @@ class Ingress:
         self._stores = make_stores(settings)
         await open_store(self._stores[0])
         self._application, self._model, self._tracing = await asyncio.to_thread(
-            make_app, settings, self._engine, folder, *self._stores
+            partial(make_app, settings, self._engine, folder, *self._stores, is_one_of_several=True)
         )
         kept = self._state.files, self._state.jobs, self._state.batches
         self._starting = await start_kept(self._stores[0], kept)

@@ -32,11 +32,12 @@ class AppOptions:
     """The settings, what was made of them, and limits that are no settings.
 
     max_choices limits the number of prompts times n; max_tokens_held and max_logprobs_held limit one request, all its
-    choices together.
+    choices together. A server that is_one_of_several gets any of their requests, and so those for what another keeps.
     """
 
     settings: ServerSettings
     tracing: Tracing | None = None
+    is_one_of_several: bool = False
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     max_choices: int = 128
     max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context

@@ -55,6 +55,12 @@ class Service:
         """Return the same for a request to this model."""
         return replace(self, _model=model)
 
+    def check_shared(self, what: str) -> None:
+        """Raise ServiceError where the next request for what this server keeps would go to one that has not got it."""
+        if self.options.is_one_of_several and self.options.settings.state_url is None:
+            message = f"{what} needs --state-url here, as the next request may go to another server"
+            raise ServiceError("not_implemented", message)
+
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Run a long computation in a thread and return its result.
 

@@ -18,7 +18,7 @@ import gptserve.server.api.background
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.schemas.completions import BackgroundCompletion, KeptChatCompletion, KeptCompletion
 from tests.server.api.test_completions import TEXT, Events, send_raw, stream
-from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, OPENING, LiveServer
+from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, OPENING, Api, LiveServer
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
 
 Serve = Callable[..., LiveServer]
@@ -695,3 +695,28 @@ def test_while_draining_results_are_answered(serve: Serve, durable: bool, tmp_pa
     assert get(server, whole["id"]).json() == whole
     assert num(get(server, whole["id"], "/events").text) == 3
     assert post(server, background=True).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "what"),
+    [
+        ("completions", {"json": {"prompt": "a", "background": True}}, "background"),
+        ("responses", {"json": {"input": "a", "background": True}}, "background"),
+        ("files", {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}, "a file"),
+        ("batches", {"json": {"input_file_id": "file-1", "endpoint": "/v1/completions"}}, "a batch"),
+    ],
+)
+def test_one_of_several_servers_that_share_nothing_keeps_nothing_for_a_later_request(
+    make_api: Callable[..., Api], path: str, asked: dict[str, Any], what: str
+) -> None:
+    """A key needs no server's memory, and what a client waits for neither."""
+    api = make_api(FakeEngineClient(), is_one_of_several=True)
+    refused = api.request("POST", f"/v1/{path}", **asked)
+    assert refused.status_code == 501
+    error = refused.json()["error"]
+    message = f"{what} needs --state-url here, as the next request may go to another server"
+    assert (error["code"], error["message"]) == ("not_implemented", message)
+    body = {"prompt": "a", "max_tokens": 2}
+    keyed = api.request("POST", "/v1/completions", json=body, headers={"idempotency-key": "k"})
+    assert (keyed.status_code, api.complete(**body).status_code) == (200, 200)
+    assert api.request("POST", "/v1/responses", json={"input": "a", "max_output_tokens": 2}).status_code == 200
