@@ -35,6 +35,9 @@ class Matcher:
 
     `forcing` has the same grammar. Only it computes forced texts: afterwards a matcher expects them, and its masks
     leave out special tokens. In some grammars it panics. So it must be compiled apart from `matcher`, not copied.
+
+    Without `rolls_back` a draft is followed by a copy: llguidance takes no token back where a grammar in Lark counts
+    the tokens of a text (`max_tokens`) or ends it at another (`stop`).
     """
 
     def __init__(
@@ -44,10 +47,13 @@ class Matcher:
         renew: Callable[[], LLMatcher],
         tokenizer: LLTokenizer,
         eos_token_ids: Sequence[int],
+        *,
+        rolls_back: bool,
     ) -> None:
         self._matcher = matcher
         self._forcing = forcing
         self._renew = renew
+        self._rolls_back = rolls_back
         self._is_alone = False  # has a lexer of its own
         self._tokenizer = tokenizer
         self._num_words = -(-tokenizer.vocab_size // 32)
@@ -67,7 +73,7 @@ class Matcher:
         """Return a matcher that has seen no token; this one must not have seen any, either."""
         assert self._num_seen == self._num_forcing_seen == 0
         copies = self._matcher.deep_copy(), self._forcing.deep_copy()
-        return Matcher(*copies, self._renew, self._tokenizer, self._eos_token_ids)
+        return Matcher(*copies, self._renew, self._tokenizer, self._eos_token_ids, rolls_back=self._rolls_back)
 
     def works(self) -> bool:
         """Whether copies can begin: whether no sequence has broken the lexer that they would share."""
@@ -110,20 +116,23 @@ class Matcher:
         rows: NDArray[np.uint32] = np.zeros((1 + len(draft), self._num_words), np.uint32)
         self._matcher.consume_tokens(list(known[self._num_seen :]))
         self._num_seen = len(known)
+        follower = self._matcher if self._rolls_back or not draft else self._matcher.deep_copy()
         num_drafted = 0
         for row, drafted in zip(rows, (*draft, None), strict=True):
-            self._fill(row, may_end=self._num_seen + num_drafted >= num_before_end)
+            self._fill(follower, row, may_end=self._num_seen + num_drafted >= num_before_end)
             if drafted is None or drafted in self._eos_token_ids or not row[drafted >> 5] >> (drafted & 31) & 1:
                 break
-            self._matcher.consume_token(drafted)
+            follower.consume_token(drafted)
             num_drafted += 1
-        if num_drafted:
+        if follower.is_error():
+            self._matcher = follower
+        elif num_drafted and self._rolls_back:
             self._matcher.rollback(num_drafted)
         return rows
 
-    def _fill(self, row: Mask, *, may_end: bool) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._matcher.is_error():
+    def _fill(self, follower: LLMatcher, row: Mask, *, may_end: bool) -> None:
+        follower.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if follower.is_error():
             row[:] = 0
         elif not may_end and (row & ~self._eos).any():
             row &= ~self._eos

@@ -54,6 +54,24 @@ def test_a_draft_is_masked_token_by_token_and_rolled_back() -> None:
     assert allowed(again[0]) == allowed(rows[2])
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    ["start: /[a-z ]+/", "start: a /[0-9]+/\na[max_tokens=3]: /[a-z ]+/", 'start: a /[0-9]+/\na[stop=" "]: /[a-z]+/'],
+)
+def test_a_draft_changes_nothing_where_llguidance_takes_no_token_back(grammar: str) -> None:
+    chosen, path, masks = random.Random(1), list[int](), list[set[int]]()
+    for _ in range(8):
+        [mask] = matcher("lark", grammar).masks(path, (), 0)
+        masks.append(allowed(mask))
+        path.append(chosen.choice(sorted(masks[-1] - ENDS)))
+    follower = matcher("lark", grammar)
+    for num_known in range(len(path)):
+        rows = follower.masks(path[:num_known], path[num_known:-1], 0)
+        assert [allowed(row) for row in rows] == masks[num_known:]
+    assert len({frozenset(mask) for mask in masks}) > 1
+    assert not follower.fault
+
+
 @pytest.mark.parametrize("wrong", [7, *ENDS])
 def test_after_a_token_that_may_not_come_nothing_may(wrong: int) -> None:
     [one] = tokenizer().encode("1")
