@@ -65,7 +65,10 @@ class StructuredOutputs(_RequestModel):
 
 
 class GrammarFields(_RequestModel):
-    """The fields of a body that ask for structured output; at most one of them but the last."""
+    """The fields of a body that ask for structured output; those that are given, but the last, ask for the same.
+
+    guidance sends one grammar by its older name, too, for older servers.
+    """
 
     response_format: ResponseFormat | None = None
     """JSON, or JSON of a schema"""
@@ -85,11 +88,11 @@ def asked_grammar(body: GrammarFields, unnamed: UnnamedProperties = "refuse") ->
     given = [*_of_format(body.response_format), *_of_outputs(body.structured_outputs), *_of_guided(body)]
     if not given:
         return "", None
-    if len(given) > 1:
+    asked = [(kind, _text(name, kind, value)) for name, kind, value in given]
+    if len(set(asked)) > 1:
         names = " and ".join(name for name, _, _ in given[:2])
         raise InvalidRequestError(f"{names} may not be given together", param=given[1][0])
-    [(name, kind, value)] = given
-    text = _schema_text(name, value) if kind == "json" else json.dumps(value) if kind == "choice" else value
+    name, (kind, text) = given[0][0], asked[0]
     whitespace = _whitespace(body) if kind == "json" else ""
     for field, given_text in ((name, text), ("whitespace_pattern", whitespace)):
         if len(given_text) > MAX_GRAMMAR_LENGTH:
@@ -141,6 +144,13 @@ def _of_guided(body: GrammarFields) -> Iterator[Given]:
         ("guided_grammar", "lark", body.guided_grammar),
     ]
     yield from (given for given in asked if given[2] is not None)
+
+
+def _text(name: str, kind: GrammarKind, value: Any) -> str:
+    """Return what a field holds as the text of a Grammar."""
+    if kind == "json":
+        return _schema_text(name, value)
+    return json.dumps(value) if kind == "choice" else str(value)
 
 
 def _schema_text(name: str, value: Any) -> str:

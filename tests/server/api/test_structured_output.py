@@ -63,6 +63,21 @@ def test_every_way_to_ask_reaches_the_engine(api: Api, route: str, body: dict[st
     assert api.engine.submitted[0].params.grammar == grammar
 
 
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        (
+            {"guided_grammar": "start: /x/", "structured_outputs": {"grammar": "start: /x/"}},
+            Grammar("lark", "start: /x/"),
+        ),
+        ({"response_format": {"type": "json_object"}, "guided_json": OBJECT}, json_grammar(OBJECT)),
+    ],
+)
+def test_two_fields_may_ask_for_the_same(api: Api, body: dict[str, Any], grammar: Grammar) -> None:
+    assert api.chat(**body).status_code == 200
+    assert api.engine.submitted[0].params.grammar == grammar
+
+
 @pytest.mark.parametrize("route", ["complete", "chat"])
 def test_an_operator_may_allow_unnamed_properties(make_api: Callable[..., Api], route: str) -> None:
     api = make_api(FakeEngineClient(), unnamed_properties="allow")
@@ -99,7 +114,7 @@ def test_an_operator_may_allow_unnamed_properties(make_api: Callable[..., Api], 
             "response_format.schema must be a JSON Schema: an object, true or false",
         ),
         (
-            {"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": SCHEMA}}},
+            {"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": True}}},
             "response_format.json_schema.schema",
             "invalid_value",
             "response_format.schema and response_format.json_schema.schema may not be given together",
@@ -133,6 +148,12 @@ def test_an_operator_may_allow_unnamed_properties(make_api: Callable[..., Api], 
             "structured_outputs.choice",
             "invalid_value",
             "structured_outputs.regex and structured_outputs.choice may not be given together",
+        ),
+        (
+            {"guided_json": {"const": 1}, "structured_outputs": {"json": {"const": True}}},
+            "guided_json",
+            "invalid_value",
+            "structured_outputs.json and guided_json may not be given together",
         ),
         (
             {"response_format": {"type": "json_object"}, "guided_regex": "a"},
