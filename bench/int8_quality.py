@@ -1,6 +1,6 @@
 """What int8 costs a trained model, and what other scales would cost: perplexity, KL from fp32, equal greedy tokens.
 
-    python -m bench.int8_quality MODEL TEXT [TEXT ...] [--sides bf16 int8 q8_0 g32 g64.rows.exact]
+    python -m bench.int8_quality MODEL TEXT [TEXT ...] [--sides bf16 int8 q8_0 g32 g64.remainders]
         [--tokens-to TOKENS.json] [--logits Q8_0=LOGITS.npy]
 
 `bf16`, `int8`, `int4`, `int8-kv`, which is bf16 with the KV cache in int8, and `stored`, with codes as the files hold
@@ -10,12 +10,9 @@ rest of the model and the KV cache in fp32, too.
 
 A side `gN` has a scale in fp16 for each N weights of an output, g0 one for the whole output. Each N elements of a row
 have a scale as well. Words behind it change that, in any order:
-    squares  a scale has the least squared error instead of the largest weight at 127
-    rows     a row has one scale and its outliers apart, as today, instead of a scale for each N elements
-    exact    outlier channels and outputs are not quantized, as today
-    factors  columns of weights that are unlike the others get factors, as today
-    int10    the first layers are in int10, as today, where the CPU has it
-    wide     rows are not rounded: what weights alone cost
+    squares     a scale of weights has the least squared error instead of the largest weight at 127
+    remainders  what rounding leaves of some groups of a row is multiplied, too, as today
+    wide        rows are not rounded: what weights alone cost
 `q8_0` is llama.cpp's type of this name, its embedding included; `--logits` takes what llama.cpp itself returned, which
 bench/llama_logits.py writes. A change of perplexity comes with its standard error, as few thousand positions leave it
 uncertain; KL is far more certain. Prints a table and one JSON line.
@@ -42,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.machine import tell, versions
-from gptserve.engine.backends.cpu import int8
+from gptserve.engine.backends.cpu.int8 import REMAINDER_SHARE
 from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.engine import Engine
 from gptserve.engine.model.activation import activate
@@ -57,7 +54,7 @@ from gptserve.weights.source import resolve_model
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 Error = Literal["largest", "squares", "q8_0"]
-WORDS = frozenset({"squares", "rows", "exact", "factors", "int10", "wide"})
+WORDS = frozenset({"squares", "remainders", "wide"})
 STEP = 127
 """The largest multiple of a scale."""
 DIVISORS = tuple(STEP + k / 4 for k in range(-16, 9))
@@ -65,7 +62,7 @@ DIVISORS = tuple(STEP + k / 4 for k in range(-16, 9))
 ELEMENTS = 2**18
 """As many weights are rounded at once: they stay in a core's cache."""
 WINDOW, WINDOWS = 512, 8
-SIDES = ("bf16", "int8", "q8_0", *(f"g{n}.rows.exact" for n in (32, 64, 128)))
+SIDES = ("bf16", "int8", "q8_0", "g32", *(f"g{n}.remainders" for n in (32, 64)))
 AS_SERVED: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16", "quantization": "none"},
     "stored": {"dtype": "bfloat16"},
@@ -85,7 +82,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, side: str) -> Recipe:
-        """Return what a side such as `g64.squares.rows` means; raises ValueError."""
+        """Return what a side such as `g64.squares.wide` means; raises ValueError."""
         if side == "q8_0":
             return cls(32, "q8_0")
         name, *words = side.split(".")
@@ -136,53 +133,33 @@ def _multiples(groups: Tensor, scales: Tensor) -> Tensor:
     return (groups / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-STEP, STEP)
 
 
-def fake_quantized_rows(x: Tensor) -> Tensor:
-    """Return fp32 rows [rows, in] as today's int8 gives them back: a scale a row, and outliers apart."""
-    near, far, scales = int8.quantize_rows(x)
-    return (near + 128 * far) * scales
+def with_remainders(x: Tensor, rounded: Tensor, group: int) -> Tensor:
+    """Return rounded fp32 rows [rows, in] with what rounding left of their groups with the largest scales, rounded."""
+    left, largest = fake_quantized(x - rounded, group).split(group, 1), [t.abs().amax(1) for t in x.split(group, 1)]
+    chosen = torch.stack(largest, 1).topk(-(-len(left) // REMAINDER_SHARE), dim=1).indices
+    is_chosen = torch.zeros(len(x), len(left), dtype=torch.bool).scatter_(1, chosen, True)
+    return rounded + torch.cat([part * its[:, None] for part, its in zip(left, is_chosen.T, strict=True)], 1)
 
 
 class SimulatedLinear:
     """A product of rounded rows with rounded weights, in fp32."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None,
-        exact_inputs: Tensor | None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> None:
         self._recipe, self._bias, self._activation = recipe, bias, activation
-        wide = weight.float()
-        self._factors, self._exact = None, torch.empty(0, dtype=torch.int64)
-        self._inputs = self._exact if exact_inputs is None or "exact" not in recipe.words else exact_inputs
-        if "factors" in recipe.words:
-            self._factors = int8.column_factors(wide, self._inputs)
-        elif len(self._inputs):
-            self._factors = torch.ones(wide.shape[1]).index_fill_(0, self._inputs, 0.0)
-        if "exact" in recipe.words:
-            self._exact = int8.exact_outputs(self._divided(wide).abs().amax(1))
-        self._exact_weight, self._input_weights = wide[self._exact], wide[:, self._inputs]
-        self._weight = fake_quantized(self._divided(wide), recipe.group, recipe.error)
-
-    def _divided(self, weight: Tensor) -> Tensor:
-        return weight if self._factors is None else torch.where(self._factors == 0, 0.0, weight / self._factors)
+        self._weight = fake_quantized(weight.float(), recipe.group, recipe.error)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = functional.linear(self._rounded(x if self._factors is None else x * self._factors), self._weight)
-        y += functional.linear(x[:, self._inputs], self._input_weights)
-        y[:, self._exact] = functional.linear(x, self._exact_weight)
+        y = functional.linear(self._rounded(x), self._weight)
         y = activate(y if self._bias is None else y + self._bias, self._activation)
         return y if residual is None else y + residual
 
     def _rounded(self, x: Tensor) -> Tensor:
         if "wide" in self._recipe.words:
             return x
-        if "rows" in self._recipe.words:
-            return fake_quantized_rows(x)
         # Rows come while the model runs, so their scales are not sought.
-        return fake_quantized(x, self._recipe.group, "q8_0" if self._recipe.error == "q8_0" else "largest")
+        group = self._recipe.group or x.shape[1]
+        rounded = fake_quantized(x, group, "q8_0" if self._recipe.error == "q8_0" else "largest")
+        return with_remainders(x, rounded, group) if "remainders" in self._recipe.words else rounded
 
 
 @contextmanager
@@ -190,9 +167,10 @@ def simulated(recipe: Recipe) -> Iterator[None]:
     """Have models that load in int8 compute as the recipe says."""
 
     def make(affine: Affine, weight_type: WeightType | None, options: ProductOptions) -> Linear:
-        if weight_type is None or (weight_type == "int10" and "int10" in recipe.words):
+        if weight_type is None:
             return make_linear(affine, weight_type, options)
-        return SimulatedLinear(recipe, affine.weight, affine.bias, affine.activation, options.exact_inputs)
+        assert isinstance(affine.weight, Tensor)
+        return SimulatedLinear(recipe, affine.weight, affine.bias, affine.activation)
 
     with patch.object(products, "make_linear", make):
         yield

@@ -111,8 +111,6 @@ class Decoder:
         source = self._source = StreamedTensors(tensors, maker, group, operations)
         embedding = source.take_weight("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
-        if config.embed_size is None and isinstance(embedding, Tensor):  # what is rounded comes as floats
-            source.maker.begin(embedding, self._positions)
         # Here a tied head may take the place of the table before the layers take memory. A bias comes after them.
         early = take_head(config, source, embedding) if config.tied_head and not config.head_bias else None
         self._embedding: Rows = table_of(embedding) if early is None else early[1]

@@ -107,9 +107,6 @@ def with_aligned_rows(weight: Tensor) -> Tensor:
 class LinearMaker(Protocol):
     """Makes the linears of a model, in the order in which a step needs them."""
 
-    def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
-        """Take a look at the tables [tokens, hidden] that the residual stream begins with, before the first linear."""
-
     def make(self, name: str, affine: Affine) -> Linear:
         """Return the linear of this canonical name. The caller may drop the weight."""
 
@@ -125,9 +122,6 @@ class DenseLinears:
 
     def __init__(self, call_rows: int | None = None) -> None:
         self._call_rows = call_rows
-
-    def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
-        """Nothing depends on the tables."""
 
     def rows_of(self, linear: Linear) -> Rows | None:
         return linear.copied_rows if isinstance(linear, DenseLinear) else None

@@ -62,7 +62,7 @@ def _serve(
     device, dtype, model, backend, operations = setup.device, setup.dtype, setup.model, setup.backend, setup.operations
     group = Group(share, meeting, device, choose_order(config, device))
     with loading_threads(num_threads):
-        linears = Linears(num_layers=model.num_layers, call_rows=setup.products.call_rows)
+        linears = Linears(call_rows=setup.products.call_rows)
         # Nothing else may hold the stream, as it holds its last tensor.
         layers = Layers(
             model, StreamedTensors(setup.stream(), linears, group=group, operations=operations), backend, device

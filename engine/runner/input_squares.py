@@ -45,8 +45,8 @@ class _Recorded:
 class _RecordedLinears(Linears):
     """Linears that add up the squares of the inputs of those in layers. A LinearMaker."""
 
-    def __init__(self, num_layers: int, memory: HugePages) -> None:
-        super().__init__(quantization="int4", num_layers=num_layers, memory=memory)
+    def __init__(self, memory: HugePages) -> None:
+        super().__init__(quantization="int4", memory=memory)
         self.recorded: dict[str, _Recorded] = {}
 
     def make(self, name: str, affine: Affine) -> Linear:
@@ -56,10 +56,8 @@ class _RecordedLinears(Linears):
         return self.recorded.setdefault(name, _Recorded(linear, affine.weight.shape[1]))
 
 
-def linears_of(
-    config: EngineConfig, setup: Setup, num_layers: int, progress: Progress | None
-) -> tuple[Linears, Progress | None]:
-    """Return what makes the linears of a model of so many layers, and what its weights' bytes are to be told.
+def linears_of(config: EngineConfig, setup: Setup, progress: Progress | None) -> tuple[Linears, Progress | None]:
+    """Return what makes the linears of a model, and what its weights' bytes are to be told.
 
     In int4 this reads the weights once before, which counts as the first half of all bytes.
     """
@@ -67,7 +65,7 @@ def linears_of(
     if config.requantization == "int4":
         squares = input_squares(config, setup, memory, progress and _half_of(progress, 0))
         progress = progress and _half_of(progress, 1)
-    return Linears(config.requantization, num_layers, HugePages(memory), setup.products.call_rows, squares), progress
+    return Linears(config.requantization, HugePages(memory), setup.products.call_rows, squares), progress
 
 
 def _half_of(progress: Progress, half: int) -> Progress:
@@ -86,7 +84,7 @@ def input_squares(
 
     An expert that no token chose has zeros. `memory` may be used again for the same weights, in the same order.
     """
-    model, linears = setup.model, _RecordedLinears(setup.model.num_layers, HugePages(memory))
+    model, linears = setup.model, _RecordedLinears(HugePages(memory))
     decoder = Decoder(model, setup.stream(progress), setup.backend, linears, operations=setup.operations)
     num_tokens = min(MAX_TOKENS, config.max_model_len or model.max_position)
     decoder.set_max_model_len(num_tokens)

@@ -22,7 +22,7 @@ from gptserve.engine.runner.control_groups import group_memory_bytes
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.quantized import held_shapes
-from gptserve.weights.quantized.coded import GROUP, SUPER_GROUP, AnyFormat, CodeFormat
+from gptserve.weights.quantized.coded import SUPER_GROUP, AnyFormat, CodeFormat
 from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.sharding import WHOLE, Share
 
@@ -50,15 +50,6 @@ _PARTS = {
 
 _QUANTIZED = ("qkv", "attn_gate", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
 """The weights that a quantization changes."""
-_FIRST_LAYERS, _FIRST_SHARE = 3, 4
-"""The first layers, up to 3 and one in 4, are in int10 or keep their dtype: later layers amplify their errors."""
-_BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
-"""Of a weight's element; GROUPED has the others."""
-GROUPED: tuple[WeightType, ...] = ("int4", "int5", "int8_groups")
-"""The types that are codes in groups, which the quantization int4 uses."""
-OF_STREAM = ("qkv", "attn_gate", "ffn_up", "head")
-"""The linears whose inputs are the channels of the residual stream."""
-_WIDE_BYTES = 4  # of scales, factors and what is not quantized
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +76,19 @@ def feed_forward_counts(model: ModelConfig) -> dict[Experts | None, int]:
     return counts
 
 
-def weight_type_of(linear: str, num_layers: int, quantization: Quantization | None) -> WeightType | None:
+def weight_type_of(linear: str, quantization: Quantization | None) -> WeightType | None:
     """Return what becomes of the weight of this linear, by its canonical name, here; None if it keeps its dtype."""
     parts = linear.split(".")
     if quantization is None or parts[-1] not in _QUANTIZED:
         return None
-    if quantization == "int4":
-        if parts[0] != "blocks":
-            return "int8_groups"
-        return "int5" if parts[-1] == "qkv" else "int4"
-    num_first = min(_FIRST_LAYERS, num_layers // _FIRST_SHARE)
-    is_first = parts[0] == "blocks" and int(parts[1]) < num_first
-    if not is_first or "experts" in parts:  # which are most of their model
+    if quantization == "int8" or parts[0] != "blocks":
         return "int8"
-    return "int10" if native.has_fast_int10() else None
+    return "int5" if parts[-1] == "qkv" else "int4"
 
 
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
-    """Return the codes of one of GROUPED with rows of num_in: least values, with sub-scales where super groups fit."""
-    if weight_type == "int8_groups":
+    """Return the codes of a weight with rows of num_in: below 8 bits least values, with sub-scales where these fit."""
+    if weight_type == "int8":
         return CodeFormat(8, "scales")
     return CodeFormat(4 if weight_type == "int4" else 5, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
 
@@ -126,9 +111,7 @@ def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, 
     """Return what becomes of some weight here; None for its dtype, which the router of a mixture of experts keeps."""
     if quantization is None:
         return (None,)
-    if quantization == "int4":
-        return (*GROUPED, None)
-    return ("int8", "int10", None) if native.has_fast_int10() else ("int8", None)
+    return ("int8", None) if quantization == "int8" else ("int4", "int5", "int8", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,34 +153,30 @@ def held_weights(
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
     `kept` is the stored type that a device keeps, if any; `codes` are what `codes_kept` returns. A tied head is the
-    embedding, which is then in 8 bits in int4, or in its codes; in int8 it is a copy beside it.
-    On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
-    weights may take: how many outputs and channels are not quantized depends on their values.
+    embedding, which is then in int8 if the model is quantized, or in its codes. On a CPU without the compiled library
+    it is a copy in --dtype unless it is quantized, which is not counted.
     """
     embedding_bytes = 0
     for part, name, shape in _tensors(model, share):
         linear, weight_type = name.removesuffix(".weight"), None
         held = None if kept is None else held_shapes(name, shape, kept)
         if quantization is not None and linear != name:
-            is_head = quantization == "int4" and model.tied_head and linear == "embed"
-            weight_type = weight_type_of("head" if is_head else linear, model.num_layers, quantization)
+            is_head = model.tied_head and linear == "embed"
+            weight_type = weight_type_of("head" if is_head else linear, quantization)
         if kept is not None and held is not None:
             its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
         elif name in codes:
             its_type, num_bytes = codes[name].name, codes[name].num_bytes(shape)
         elif weight_type is not None:
-            its_type, num_bytes = str(weight_type), _quantized_bytes(linear, shape, weight_type)
+            its_type, num_bytes = str(weight_type), group_format(weight_type, shape[1]).num_bytes(shape)
         else:
             its_type, num_bytes = None, math.prod(shape) * dtype_bytes
         embedding_bytes = num_bytes if name == "embed.weight" else embedding_bytes
         yield HeldWeight(part, name, its_type, num_bytes, math.ceil(num_bytes * _share_read(model, name)))
     if model.tied_head and share.rank == 0:
-        its_codes, held_bytes = codes.get("embed.weight"), 0
-        head_type = weight_type_of("head", model.num_layers, quantization) if its_codes is None else its_codes.name
-        if quantization == "int8":
-            head = model.vocab_size, model.embed_size or model.hidden_size
-            head_type, held_bytes = quantization, _quantized_bytes("head", head)
-        yield HeldWeight("head", "head.weight", head_type, held_bytes, held_bytes or embedding_bytes)
+        its_codes = codes.get("embed.weight")
+        head_type = weight_type_of("head", quantization) if its_codes is None else its_codes.name
+        yield HeldWeight("head", "head.weight", head_type, 0, embedding_bytes)
 
 
 def _share_read(model: ModelConfig, name: str) -> float:
@@ -214,7 +193,7 @@ def linear_bytes(
     dtype_bytes: int,
     codes: Mapping[str, AnyFormat] = MappingProxyType({}),
 ) -> int:
-    """Return the bytes of the weights of layers and head, quantized, without padding, scales and what stays exact.
+    """Return the bytes of the weights of layers and head, quantized or not, without padding.
 
     Those that are not quantized have dtype_bytes an element. `codes` are what `codes_kept` returns.
     """
@@ -224,28 +203,12 @@ def linear_bytes(
             num_bytes += codes[name].num_bytes(shape)
         elif part in parts and name.endswith(".weight"):
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
-            weight_type = weight_type_of(linear, model.num_layers, quantization)
-            if weight_type is not None and weight_type in GROUPED:
+            weight_type = weight_type_of(linear, quantization)
+            if weight_type is None:
+                num_bytes += math.prod(shape) * dtype_bytes
+            else:
                 num_bytes += group_format(weight_type, shape[1]).num_bytes(shape)
-                continue
-            num_bytes += int(math.prod(shape) * (dtype_bytes if weight_type is None else _BYTES[weight_type]))
     return num_bytes
-
-
-def _quantized_bytes(linear: str, shape: tuple[int, ...], weight_type: WeightType = "int8") -> int:
-    """Return the most bytes of a quantized weight [out, in], with its scales, factors and what is not quantized."""
-    num_out, num_in = shape
-    if weight_type in GROUPED:
-        return group_format(weight_type, num_in).num_bytes(shape)
-    num_wide = num_out + num_in + math.ceil(num_out / native.EXACT_SHARE) * num_in
-    if linear.rpartition(".")[2] in OF_STREAM:
-        num_wide += math.ceil(num_in / native.EXACT_SHARE) * num_out
-    return math.ceil(num_out * num_in * _BYTES[weight_type]) + _WIDE_BYTES * num_wide
-
-
-def width_without_groups(model: ModelConfig) -> int | None:
-    """Return the inputs of a product that are no multiple of GROUP, which int4 needs; None if there is none."""
-    return next((num_in for num_in, _ in sorted(linear_shapes(model)) if num_in % GROUP), None)
 
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:

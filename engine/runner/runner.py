@@ -104,7 +104,7 @@ class ModelRunner:
         self._ranks = None if start is None else start(self.device)
         with torch.inference_mode():
             group = None if self._ranks is None else self._ranks.group
-            linears, progress = linears_of(config, setup, whole.num_layers, progress)
+            linears, progress = linears_of(config, setup, progress)
             self._decoder = Decoder(
                 self._model, setup.stream(progress), backend, linears, group, operations, native_decoder
             )

@@ -21,7 +21,6 @@ from gptserve.engine.runner.memory import (
     kv_bytes_per_token,
     parameter_counts,
     weight_bytes,
-    width_without_groups,
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config, read_raw_config
@@ -174,9 +173,7 @@ def inspect_model(
     num_parameters = sum(parameters.values())
     by_dtype = []
     columns: list[tuple[str, int, Quantization | None, StoredType | None, Mapping[str, AnyFormat]]] = [
-        (dtype, *column, None, {})
-        for dtype, column in TYPES.items()
-        if column[1] is None or (num_ranks == 1 and (column[1] == "int8" or width_without_groups(whole) is None))
+        (dtype, *column, None, {}) for dtype, column in TYPES.items() if column[1] is None or num_ranks == 1
     ]  # those that are quantized are not split
     if whole.has_experts:
         columns += [(kept.name.lower(), 2, None, kept, {}) for kept in types if isinstance(kept, PackedType)]

@@ -111,7 +111,7 @@ def test_an_embedding_is_read_from_the_codes_of_its_head(quant: GGMLQuantization
 
 def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written("Llama", tmp_path)
-    assert make_engine(folder, dtype="bfloat16", quantization="int8").info.product == "native_int8"
+    assert make_engine(folder, dtype="bfloat16", quantization="int8").info.product == "native_coded"
     monkeypatch.setattr(native, "is_available", lambda: False)
     assert make_engine(folder, dtype="float32").info.product in ("onednn", "torch")
 

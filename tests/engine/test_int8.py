@@ -16,7 +16,6 @@ from bench.quantization import scores as scores_of_prompts
 from bench.quantization import write_with_outliers
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.engine import Engine
-from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
@@ -155,29 +154,6 @@ def likeliest_and_logprobs(folder: Path, prompts: list[list[int]], **options: An
     return [entry.top[0][0] for entry in entries], torch.tensor([entry.logprob for entry in entries])
 
 
-def test_the_large_channels_of_the_embedding_are_not_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path, *SHAPES["GPT-2"])
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in ("transformer.wte.weight", "transformer.wpe.weight"):
-        tensors[name][:, 5] *= 200
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    prompts = ragged_prompts(5, 20)
-    requests = [make_request(str(i), ids, max_tokens=1, prompt_logprobs=1) for i, ids in enumerate(prompts)]
-
-    def logprobs(**options: Any) -> list[float]:
-        outputs = [its[0] for its in run(make_engine(tmp_path, **options), requests).values()]
-        return [entry.logprob for output in outputs for entry in output.prompt_logprobs or () if entry is not None]
-
-    def mean_error() -> float:
-        pairs = zip(logprobs(quantization="int8"), exact, strict=True)
-        return sum(abs(found - expected) for found, expected in pairs) / len(exact)
-
-    exact = logprobs()
-    error = mean_error()
-    monkeypatch.setattr("gptserve.engine.runner.products.large_channels", lambda *_: torch.empty(0, dtype=torch.int64))
-    assert 2 * error < mean_error()
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if "gpt-oss" in name else pytest.mark.slow) for name in SHAPES]
 )
@@ -204,11 +180,5 @@ def test_without_the_kernel_the_numbers_are_the_same_and_a_warning_says_that_it_
     monkeypatch.setattr(native, "is_available", lambda: False)
     engine = make_engine(tmp_path, quantization="int8")
     assert token_ids(run(engine, requests)["r"]) == token_ids(fast)
-    assert engine.info.product == "torch_int8"
+    assert engine.info.product == "torch_coded"
     assert "products in int8 are slow; int8 saves memory only" in caplog.text
-
-
-def test_it_is_refused_where_it_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.engine.backends.cpu.native.MAX_INT8_DEPTH", 700)
-    with pytest.raises(InvalidConfigurationError, match="sums at most 700 products, but this model has rows of 768"):
-        make_engine(STORYTELLER, **INT8)

@@ -59,7 +59,7 @@ class CodeFormat:
 
     def num_bytes(self, shape: Shape) -> int:
         """Return the bytes that a weight [out, in] takes in memory."""
-        num_out, num_in = shape
+        num_out, num_in = shape[0], -(-shape[1] // GROUP) * GROUP
         halves = num_in // (SUPER_GROUP if self.sub_group else GROUP) * (1 if self.kind == "scales" else 2)
         integers = num_in // self.sub_group if self.sub_group else 0
         if self.sub_group and self.kind == "scales and leasts":

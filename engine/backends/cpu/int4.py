@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeCodedLinear
@@ -58,11 +59,12 @@ class NativeInt4Linear(NativeCodedLinear):
     def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
         """Return the members; threads pack what they quantize."""
         assert isinstance(weight, Tensor) and weight.device.type == "cpu"
-        its, (num_out, num_in), shares, self._shares = self._format, weight.shape, self._shares, None
+        values = functional.pad(weight, (0, self._padding)).contiguous()
+        its, (num_out, num_in), shares, self._shares = self._format, values.shape, self._shares, None
+        shares = None if shares is None else functional.pad(shares, (0, self._padding))
         number = native.CODE_FORMATS.index(its)
         packed = self._keep(self._memory.take(self._library.native_grouped_size(num_in, num_out, number)))
         num = max(1, _PIECE_ELEMENTS // num_in // native.COLUMNS) * native.COLUMNS
-        values = weight.contiguous()
         kind = values.dtype is torch.float32, None if shares is None else shares.data_ptr(), num_in
 
         def pack(start: int) -> None:

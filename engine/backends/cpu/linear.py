@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.int8 import column_factors, exact_outputs, quantize_weight
-from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.linear import Weight
 from gptserve.weights.config import Activation
@@ -67,21 +64,20 @@ class NativeLinear:
     ) -> None:
         """Pack the weight into `memory`. `variant` is one of native.supported_variants; None means the fastest."""
         self._library, self.dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
-        self._num_out, self._num_in = weight.shape
-        self._padding = -self._num_in % native.ROW_MULTIPLE
+        self._num_out, self.num_in = weight.shape
+        self._padding = -self.num_in % native.ROW_MULTIPLE
         self._memory, self._kept = memory or HugePages(), list[Tensor]()
         bits = self._bits()
         self._variant = native.VARIANTS[bits].index(variant or native.supported_variants(bits)[-1]) + 1
         self.weight = native.PackedWeight(
-            num_in=self._num_in,
             num_out=self._num_out,
             activation=native.ACTIVATIONS.index(activation),
             variant=self._variant,
-            **{"element_bits": bits, **self._pack(weight, bias)},
+            **{"num_in": self.num_in, "element_bits": bits, **self._pack(weight, bias)},
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.dtype is self.dtype and x.is_contiguous() and x.shape[1:] == (self._num_in,)
+        assert x.dtype is self.dtype and x.is_contiguous() and x.shape[1:] == (self.num_in,)
         out = torch.empty(len(x), self._num_out, dtype=self._out_dtype)
         address = None
         if residual is not None:
@@ -108,13 +104,13 @@ class NativeLinear:
 
     def _take_packed(self) -> int:
         """Keep memory for the weight in the library's layout; return where it begins."""
-        sizes = self._num_in, self._num_out, self._bits()
+        sizes = self.num_in, self._num_out, self._bits()
         return self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
 
     def _pack_rows(self, packed: int, start: int, rows: Tensor) -> None:
         """Pack rows [rows, in] of the weight from row `start`, which begins a panel; whole panels or up to the end."""
         assert rows.device.type == "cpu"
-        rows, bits, num_in = rows.contiguous(), self._bits(), self._num_in
+        rows, bits, num_in = rows.contiguous(), self._bits(), self.num_in
         address = packed + self._library.native_packed_size(num_in, start, bits)
         self._library.native_pack(rows.data_ptr(), num_in, len(rows), bits, address)
 
@@ -161,64 +157,7 @@ class PackedRows:
             native.library().native_unpack_codes(weight.parts, weight.num_in, *of_rows)
         else:
             native.library().native_unpack(self.address, weight.num_in, weight.element_bits, *of_rows)
-        return rows.to(self.dtype)
-
-
-class NativeInt8Linear(NativeLinear):
-    """The library of engine/backends/cpu in int8, for fp32 and bf16 on a CPU; its variants give the same bits."""
-
-    _WEIGHT_TYPE: WeightType = "int8"
-    _BITS = 8
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None = None,
-        out_dtype: torch.dtype | None = None,
-        variant: native.Variant | None = None,
-        exact_inputs: Tensor | None = None,
-        memory: HugePages | None = None,
-    ) -> None:
-        """Quantize and pack the weight, but for its columns `exact_inputs`, int64, ascending."""
-        self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
-        super().__init__(weight, bias, activation, out_dtype, variant, memory)
-
-    def _bits(self) -> int:
-        return self._BITS
-
-    def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
-        assert isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float32)
-        assert self._num_in <= native.MAX_INT8_DEPTH
-        factors = column_factors(weight, self._inputs)
-        packed = self._take_packed()
-        # Threads pack what they quantize.
-        scales = quantize_weight(weight, factors, self._WEIGHT_TYPE, keep=partial(self._pack_rows, packed))
-        exact = exact_outputs(scales)
-        return {
-            "weight": packed,
-            "bias": self._pad_outputs(bias),
-            "scales": self._pad_outputs(scales),
-            "factors": None if factors is None else self._keep(functional.pad(factors, (0, self._padding), value=1.0)),
-            "exact": self._keep(functional.pad(weight[exact].float(), (0, self._padding))),
-            "exact_outputs": self._keep(exact.to(torch.int32)),
-            "num_exact": len(exact),
-            "input_weights": self._keep(self._pack_columns(weight[:, self._inputs].float())),
-            "exact_inputs": self._keep(self._inputs.to(torch.int32)),
-            "num_exact_inputs": len(self._inputs),
-        }
-
-    def _pack_columns(self, weight: Tensor) -> Tensor:
-        """Return a weight [out, in] as the library reads it column by column: [panels, in, COLUMNS]."""
-        padded = functional.pad(weight, (0, 0, 0, -self._num_out % native.COLUMNS))
-        return padded.view(len(padded) // native.COLUMNS, native.COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()
-
-
-class NativeInt10Linear(NativeInt8Linear):
-    """The same in int10."""
-
-    _WEIGHT_TYPE = "int10"
-    _BITS = 10
+        return rows[:, : self.linear.num_in].to(self.dtype)
 
 
 class NativeCodedLinear(NativeLinear):
@@ -240,6 +179,7 @@ class NativeCodedLinear(NativeLinear):
         """Return what `_pack` does for parts of which each is packed somewhere and begins at a panel."""
         of_parts = [native.CodedRows(*place, native.CODE_FORMATS.index(its)) for *place, its in parts]
         return {
+            "num_in": self.num_in + self._padding,
             "bias": self._pad_outputs(bias),
             "element_bits": max(its.bits for *_, its in parts),
             "num_parts": len(parts),
@@ -248,7 +188,7 @@ class NativeCodedLinear(NativeLinear):
 
     def _pack_codes(self, weight: CodedWeight | BlockedWeight) -> int:
         """Keep rows in the library's layout; return where they begin. Raises InvalidCheckpointError."""
-        sizes = self._num_in, weight.shape[0], native.CODE_FORMATS.index(weight.format)
+        sizes = self.num_in, weight.shape[0], native.CODE_FORMATS.index(weight.format)
         packed = self._keep(self._memory.take(self._library.native_grouped_size(*sizes)))
         if isinstance(weight, BlockedWeight):
             rows, its_type = weight.addresses(), native.BLOCK_TYPES.index(weight.type_name)

@@ -22,24 +22,17 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 30
+ABI = 31
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
     16: ("generic", "avx2", "avx512", "avx512_bf16", "amx"),
-    10: ("generic", "avx2", "avx_vnni", "avx512_vnni"),
-    8: ("generic", "avx2", "avx_vnni", "avx512_vnni", "amx"),
     4: ("generic", "avx2", "avx_vnni", "avx512_vnni"),
 }
-"""Of products by the bits of a weight's element: fp32, bf16, int10 and int8; 4 stands for codes in groups. The
-library's number of a variant is its index plus 1. Those of integers give the same bits, but for the activations of
-"generic"."""
+"""Of products by the bits of a weight's element: fp32 and bf16; 4 stands for codes in groups. The library's number of a
+variant is its index plus 1. Those of codes give the same bits, but for the activations of "generic"."""
 COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
-MAX_INT8_DEPTH = 65536
-"""Maximum elements of a row in int8."""
-EXACT_SHARE = 128
-"""At most one output, and one channel of the residual stream, in this many is not quantized."""
 WIDE_OUT, WIDE_X, WIDE_RESIDUAL = 1, 2, 4
 """Of native_multiply's last argument: which of the result, x and the residual are in fp32."""
 PACKED_ROWS, CODED_ROWS = 1, 2
@@ -83,8 +76,8 @@ class PackedWeight(Structure):
     """Linear of linear.h."""
 
     _fields_ = members(
-        (c_void_p, "weight bias scales factors exact exact_outputs input_weights exact_inputs"),
-        (c_int64, "num_in num_out num_exact num_exact_inputs"),
+        (c_void_p, "weight bias"),
+        (c_int64, "num_in num_out"),
         (c_int32, "activation variant element_bits num_parts"),
         (POINTER(CodedRows), "parts"),
     )
@@ -147,11 +140,6 @@ def supported_variants(element_bits: int) -> tuple[Variant, ...]:
 def is_available() -> bool:
     """Return whether the library is built and loads. There is a variant for any CPU."""
     return _load() is not None
-
-
-def has_fast_int10() -> bool:
-    """Return whether products in int10 take about as long as those in bf16 here: AMX multiplies bf16 far faster."""
-    return is_available() and supported_variants(8)[-1] not in ("generic", "amx")
 
 
 @functools.cache

@@ -56,9 +56,7 @@ def held_bytes(folder: Path, dtype: torch.dtype, quantization: Quantization | No
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-def test_a_tied_head_is_held_once_and_a_quantized_one_beside_the_embedding(
-    dtype: torch.dtype, make_gpt2: Callable[..., Path]
-) -> None:
+def test_a_tied_head_is_held_once(dtype: torch.dtype, make_gpt2: Callable[..., Path]) -> None:
     shape = {"vocab_size": VOCAB_SIZE, "n_embd": WIDTH, "n_layer": 1}
     tied, untied = (make_gpt2(**shape, tie_word_embeddings=is_tied) for is_tied in (True, False))
     for quantization in (None, "int8"):  # what only the first one takes: scratch, threads, libraries
@@ -67,7 +65,7 @@ def test_a_tied_head_is_held_once_and_a_quantized_one_beside_the_embedding(
     for folder, quantization, expected in (
         (tied, None, TABLE * dtype.itemsize),
         (untied, None, 2 * TABLE * dtype.itemsize),
-        (tied, "int8", TABLE * dtype.itemsize + TABLE),
+        (tied, "int8", TABLE * 34 // 32),
     ):
         assert abs(held_bytes(folder, dtype, quantization) - expected) < MARGIN
 

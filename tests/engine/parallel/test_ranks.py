@@ -132,7 +132,7 @@ def test_int8_is_refused(folder: Path) -> None:
         make_engine(folder, tensor_parallel_size=2, quantization="int8")
 
     assert str(refused.value) == (
-        "quantization 'int8' has scales of whole rows, which are not split, got tensor_parallel_size 2"
+        "quantization 'int8' has packed codes, which are not split, got tensor_parallel_size 2"
     )
 
 

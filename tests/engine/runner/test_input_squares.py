@@ -33,9 +33,6 @@ class Exact:
     def __init__(self) -> None:
         self.inputs: dict[str, list[Tensor]] = {}
 
-    def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
-        pass
-
     def rows_of(self, linear: object) -> None:
         return None
 
@@ -91,10 +88,10 @@ def test_memory_is_used_twice_and_the_weights_are_the_same(tmp_path: Path, monke
         setup = set_up(config, WHOLE, 1)
         for memory in (None, map_memory(2**22)):
             monkeypatch.setattr(module, "take_populated", lambda memory=memory: memory)
-            maker, progress = linears_of(config, setup, setup.model.num_layers, lambda *its: told.append(its))
+            maker, progress = linears_of(config, setup, lambda *its: told.append(its))
             decoder = Decoder(setup.model, setup.stream(progress), setup.backend, maker, operations=setup.operations)
             linears = decoder._source.linears.values()
-            packed.append([linear(torch.ones(1, linear._num_in)) for linear in linears])  # type: ignore[attr-defined]
+            packed.append([linear(torch.ones(1, linear.num_in)) for linear in linears])  # type: ignore[attr-defined]
     assert all(torch.equal(*pair) for pair in zip(*packed, strict=True))
     total = 2 * setup.checkpoint.num_bytes
     first = told[: len(told) // 2]

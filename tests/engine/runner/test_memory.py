@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.runner.memory import (
-    GROUPED,
     available_memory_bytes,
     cache_capacity,
     group_format,
@@ -24,7 +22,6 @@ from gptserve.engine.runner.memory import (
     weight_bytes,
     weight_type_of,
     weight_types,
-    width_without_groups,
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
@@ -59,35 +56,24 @@ def test_parameters_are_counted_by_part() -> None:
     assert counts["head"] == 0
 
 
-@pytest.mark.parametrize("first", ["int10", None])
-def test_the_first_layers_have_more_bits(first: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "has_fast_int10", lambda: first == "int10")
-
-    def kept(num_layers: int) -> list[int]:
-        names = [f"blocks.{layer}.ffn_down" for layer in range(num_layers)]
-        return [i for i, name in enumerate(names) if weight_type_of(name, num_layers, "int8") == first]
-
-    assert [kept(num_layers) for num_layers in (1, 4, 12, 48)] == [[], [0], [0, 1, 2], [0, 1, 2]]
-    assert weight_type_of("head", 12, "int8") == "int8"
-    assert weight_type_of("blocks.0.experts.1.ffn_up", 12, "int8") == "int8"
-    assert weight_type_of("blocks.11.router", 12, "int8") is None
-    assert weight_type_of("blocks.11.ffn_down", 12, None) is None
-    assert set(weight_types("int8")) == {"int8", first, None}
+def test_int8_leaves_routers_and_embeddings() -> None:
+    names = ["blocks.0.attn_out", "blocks.3.experts.1.ffn_up", "head", "blocks.3.router", "embed"]
+    assert [weight_type_of(name, "int8") for name in names] == ["int8", "int8", "int8", None, None]
+    assert weight_type_of("blocks.11.ffn_down", None) is None
+    assert set(weight_types("int8")) == {"int8", None}
     assert weight_types(None) == (None,)
 
 
 def test_int4_has_groups_in_4_and_5_bits_in_layers_and_in_8_bits_elsewhere() -> None:
     names = ["blocks.0.attn_out", "blocks.11.ffn_down", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed"]
-    found = [weight_type_of(name, 12, "int4") for name in names]
-    assert found == ["int4", "int4", "int4", None, "int8_groups", None]
-    assert weight_type_of("blocks.11.qkv", 12, "int4") == "int5"
+    found = [weight_type_of(name, "int4") for name in names]
+    assert found == ["int4", "int4", "int4", None, "int8", None]
+    assert weight_type_of("blocks.11.qkv", "int4") == "int5"
     assert [group_format("int5", width) for width in (512, 576)] == [
         CodeFormat(5, "scales and leasts", 32),
         CodeFormat(5, "scales and leasts"),
     ]
-    assert set(weight_types("int4")) == {*GROUPED, None}
-    assert width_without_groups(read(gpt2(768, 12, 12))) is None
-    assert width_without_groups(read(gpt2(80, 2, 2))) == 80
+    assert set(weight_types("int4")) == {"int4", "int5", "int8", None}
 
 
 def test_a_shape_of_1_billion_in_int4_takes_at_most_0_7_bytes_a_weight() -> None:
@@ -99,21 +85,18 @@ def test_a_shape_of_1_billion_in_int4_takes_at_most_0_7_bytes_a_weight() -> None
     assert sum(its.num_bytes for its in held) <= 0.7 * sum(parameter_counts(model).values())
     embedding, head = held[0], held[-1]
     assert (embedding.name, embedding.num_bytes) == ("embed.weight", 2048 * 128256 * 34 // 32)
-    assert (head.name, head.type, head.num_bytes) == ("head.weight", "int8_groups", 0)  # it is the embedding
+    assert (head.name, head.type, head.num_bytes) == ("head.weight", "int8", 0)  # it is the embedding
     assert head.read_bytes == embedding.num_bytes
     assert linear_bytes(model, "int4", 2) == sum(its.num_bytes for its in (embedding, *layers))
 
 
-def test_a_weight_in_int10_takes_ten_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = read(gpt2(768, 12, 12))
-    layer = 768 * 12 * 768
-    in_int10, in_bf16 = [], []
-    for sizes, is_fast in ((in_int10, True), (in_bf16, False)):
-        monkeypatch.setattr(native, "has_fast_int10", lambda is_fast=is_fast: is_fast)
-        sizes += [linear_bytes(model, "int8", 2), sum(weight_bytes(model, 2, "int8").values())]
-    assert in_int10[0] == 12 * layer + 50257 * 768 + 3 * layer // 4
-    assert in_bf16[0] - in_int10[0] == 3 * layer * 3 // 4
-    assert 0.9 < (in_bf16[1] - in_int10[1]) / (3 * layer * 3 // 4) < 1
+def test_a_weight_in_int8_has_a_scale_for_32_codes_and_whole_groups() -> None:
+    for width, padded in ((768, 768), (80, 96)):
+        model = read(gpt2(width, 2, 2))
+        products = 2 * (width * 3 + width + width * 4) * padded + 2 * width * width * 4 + 50257 * padded
+        assert linear_bytes(model, "int8", 2) == products * 34 // 32
+        rest = 1024 * width + sum(parameter_counts(model)[part] for part in ("norms",)) + 2 * 9 * width
+        assert sum(weight_bytes(model, 2, "int8").values()) == products * 34 // 32 + 2 * rest
 
 
 def test_untying_the_head_adds_one_embedding() -> None:

@@ -49,9 +49,9 @@ def test_workers_that_are_not_confined_are_told(held: Confinement, verdict: str)
     ("product", "verdict", "why"),
     [
         ("native", "ok", "native, the fastest for this device"),
-        ("native_int8", "ok", "native_int8, the fastest for this device"),
+        ("native_coded", "ok", "native_coded, the fastest for this device"),
         ("onednn", "warn", "their library is missing"),
-        ("torch_int8", "warn", "their library is missing"),
+        ("torch_coded", "warn", "their library is missing"),
     ],
 )
 def test_slower_products_are_explained(product: str, verdict: str, why: str) -> None:

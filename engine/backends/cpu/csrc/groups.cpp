@@ -8,8 +8,19 @@
 
 #include <utility>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "scratch.h"
 #include "team.h"
+
+// The part of a weight that has this panel.
+static const CodedRows& part_of(const Linear& linear, int64_t panel) {
+    const CodedRows* part = linear.parts + linear.num_parts - 1;
+    while (part->panel > panel) part--;
+    return *part;
+}
 
 namespace generic {
 
@@ -142,6 +153,17 @@ END_INSTRUCTIONS
 
 #endif
 
+bool has_int8_variant(int variant) {
+#if defined(__x86_64__)
+    if (variant == INT8_VNNI) return has_avx512() && __builtin_cpu_supports("avx512vnni");
+    if (variant == INT8_AVX2) return has_avx2();
+    constexpr unsigned AVX_VNNI = 1 << 4;
+    unsigned a, b, c, d;
+    if (variant == INT8_AVX_VNNI) return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
+#endif
+    return variant == INT8_GENERIC;
+}
+
 // What computes outputs of a part of a Linear of this variant, by its format.
 static generic::Compute compute_of([[maybe_unused]] int variant, int64_t format) {
 #if defined(__x86_64__)
@@ -180,9 +202,20 @@ thread_local Scratch memory;  // of the rows that the thread has quantized last
 struct Quantization {
     const uint8_t* x;
     RowGroup* groups;
-    int64_t size, x_bytes, rows, rows_a_chunk;
+    Remainder* remainders;
+    int64_t size, x_bytes, num_remainders, rows, rows_a_chunk;
     void (*quantize_row)(const void* x, int64_t size, RowGroup* groups);
+    void (*quantize_remainders)(const void* x, int64_t size, int64_t num, Remainder* remainders);
 };
+
+template <bool WIDE>
+auto quantize_remainders_by([[maybe_unused]] int variant) {
+#if defined(__x86_64__)
+    if (variant >= INT8_VNNI) return avx512::quantize_remainders<WIDE>;
+    if (variant >= INT8_AVX2) return avx2::quantize_remainders<WIDE>;
+#endif
+    return generic::quantize_remainders<WIDE>;
+}
 
 template <bool WIDE>
 auto quantize_row_by([[maybe_unused]] int variant) {
@@ -195,8 +228,10 @@ auto quantize_row_by([[maybe_unused]] int variant) {
 
 void quantize_chunk(void* job, int64_t chunk) {
     const Quantization& q = *(const Quantization*)job;
-    for (int64_t i = chunk * q.rows_a_chunk; i < min_of(q.rows, (chunk + 1) * q.rows_a_chunk); i++)
+    for (int64_t i = chunk * q.rows_a_chunk; i < min_of(q.rows, (chunk + 1) * q.rows_a_chunk); i++) {
         q.quantize_row(q.x + i * q.x_bytes, q.size, q.groups + i * (q.size / GROUP));
+        q.quantize_remainders(q.x + i * q.x_bytes, q.size, q.num_remainders, q.remainders + i * q.num_remainders);
+    }
 }
 
 struct Packing {
@@ -267,11 +302,16 @@ void quantize_groups(Product& p, const void* x, bool wide) {
     const Linear& linear = p.linear;
     const int64_t size = linear.num_in;
     const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size), p.rows / MAX_CHUNKS + 1);  // some 10 us
-    auto* groups = (RowGroup*)memory.take(p.rows * p.row_bytes);
-    Quantization q = {(const uint8_t*)x, groups, size, size * (wide ? 4 : 2), p.rows, rows_a_chunk,
-                      (wide ? quantize_row_by<true> : quantize_row_by<false>)(linear.variant)};
+    for (int64_t i = 0; i < linear.num_parts; i++)
+        if (CODE_FORMATS[linear.parts[i].format].has_remainders()) p.num_remainders = remainders_of(size);
+    auto* groups = (RowGroup*)memory.take(p.rows * (p.row_bytes + p.num_remainders * sizeof(Remainder)));
+    auto* remainders = (Remainder*)((uint8_t*)groups + p.rows * p.row_bytes);
+    Quantization q = {(const uint8_t*)x, groups, remainders, size, size * (wide ? 4 : 2), p.num_remainders, p.rows,
+                      rows_a_chunk, (wide ? quantize_row_by<true> : quantize_row_by<false>)(linear.variant),
+                      (wide ? quantize_remainders_by<true> : quantize_remainders_by<false>)(linear.variant)};
     run_chunks(quantize_chunk, &q, quotient(p.rows, rows_a_chunk), num_threads());
     p.x = (const uint8_t*)groups;
+    p.remainders = remainders;
 }
 
 // Bytes that codes [num_out][num_in] of a format take packed, with what belongs to their groups.

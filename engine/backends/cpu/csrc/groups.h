@@ -43,6 +43,7 @@ struct CodeFormat {
     constexpr int super_bytes() const { return head_bytes() + num_groups() * group_bytes(); }
     constexpr int log_zero() const { return bits - 1; }
     constexpr int dot_bits() const { return has_table ? 8 : bits; }
+    constexpr bool has_remainders() const { return bits == 8 && grouping == SCALES; }
     constexpr int64_t panel_bytes(int64_t num_in) const { return num_in / GROUP / num_groups() * super_bytes(); }
 };
 
@@ -73,10 +74,21 @@ struct RowGroup {
     float scaled_sum;            // the sum times the scale
 };
 
+// What rounding to codes left of a group of a row: scale * codes.
+struct Remainder {
+    RowGroup group;
+    int32_t place;  // of the group in the row
+    int32_t most;   // the bits of its largest magnitude
+};
+
+// Rows that are multiplied with codes of 8 bits and scales have the remainders of as many of their groups as this, those
+// with the largest scales: in few groups is most of what rounding loses.
+static inline int64_t remainders_of(int64_t num_in) { return quotient(num_in / GROUP, 16); }
+
 static inline int64_t grouped_row_bytes(int64_t num_in) { return num_in / GROUP * sizeof(RowGroup); }
 
-// Make x of a product from its rows [rows][num_in], in fp32 or bf16. It is valid until the calling thread quantizes
-// others.
+// Make x and remainders of a product from its rows [rows][num_in], in fp32 or bf16. They are valid until the calling thread
+// quantizes others.
 void quantize_groups(Product& p, const void* x, bool wide);
 
 // Bytes of a panel, on average.

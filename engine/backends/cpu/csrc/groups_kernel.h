@@ -11,7 +11,8 @@
 // its halves' times these, exact in fp32, too. A group adds to an output, in fp32 and in ascending order,
 //   (sum - zero * sum of x) * (scale of weights * scale of x), and then, if there is one, least value * scaled sum of x.
 // A scale or a least value that is an integer times one in fp16 is exact in fp32. There is no fused multiply-add, as not
-// all CPUs have one: all instructions give the same bits.
+// all CPUs have one: all instructions give the same bits. With codes that have remainders those of a row come last, the
+// largest scale first, each as a group of its own.
 
 // Make the groups of a row of `size` elements. Each has the scale by which its largest element is 127.
 template <bool WIDE>
@@ -35,6 +36,37 @@ static void quantize_row_groups(const void* x, int64_t size, RowGroup* group) {
         group->first_sum = sum_of(first);
         group->sum = sum_of(first + second);
         group->scaled_sum = group->sum * group->scale;
+    }
+}
+
+// Make the `num` remainders of a row of `size` elements: those of the groups with the largest elements, the largest first.
+// The remainder of an element is at most half of its group's scale, which is 127 of those of the remainder.
+template <bool WIDE>
+static void quantize_remainders(const void* x, int64_t size, int64_t num, Remainder* remainders) {
+    auto half = [x](int64_t k) { return WIDE ? load((const float*)x + k, 16) : load((const bf16*)x + k, 16); };
+    for (int64_t i = 0; i < num; i++) remainders[i] = {{}, 0, -1};
+    for (int64_t k = 0; k < size; k += GROUP) {
+        const int32_t most = largest_of(larger(bits_of(magnitude(half(k))), bits_of(magnitude(half(k + 16)))));
+        int64_t i = num;
+        for (; i > 0 && remainders[i - 1].most < most; i--)
+            if (i < num) remainders[i] = remainders[i - 1];
+        if (i < num) remainders[i].place = k / GROUP, remainders[i].most = most;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        const int32_t most = remainders[i].most;
+        if (most >= 0x7f800000) continue;  // the row is NaN by the group itself
+        const int64_t k = remainders[i].place * (int64_t)GROUP;
+        RowGroup& group = remainders[i].group;
+        float bound = 1e-30f;
+        if (most > 0x0da24260) __builtin_memcpy(&bound, &most, sizeof bound);
+        const Floats factor = broadcast(127 / bound), parts = broadcast(254);
+        const Floats low = half(k) * factor, high = half(k + 16) * factor;
+        const Ints first = rounded((low - floats_of(rounded(low))) * parts);
+        const Ints second = rounded((high - floats_of(rounded(high))) * parts);
+        store_bytes(group.codes, first);
+        store_bytes(group.codes + 16, second);
+        group.scale = bound / 127 / 254;
+        group.sum = sum_of(first + second);
     }
 }
 
@@ -155,12 +187,31 @@ static void sum_groups(const uint8_t* x, int64_t row_bytes, const uint8_t* panel
         sum_groups<FORMAT, HAS_PREFETCHES, R, V + N>(x, row_bytes, panel, end, sums);
 }
 
+// Add the products with the remainders of rows to the sums [rows][COLUMNS] of a panel.
+template <int FORMAT>
+static void add_remainders(const Product& p, int64_t row, int rows, int64_t panel, float* sums) {
+    constexpr CodeFormat F = CODE_FORMATS[FORMAT];
+    const CodedRows& part = part_of(p.linear, panel);
+    const uint8_t* weights = part.weight + (panel - part.panel) * F.panel_bytes(p.linear.num_in);
+    const Remainder* remainder = p.remainders + row * p.num_remainders;
+    for (int r = 0; r < rows; r++, sums += COLUMNS)
+        for (int64_t i = 0; i < p.num_remainders; i++, remainder++) {
+            const uint8_t* at = weights + remainder->place * F.group_bytes();
+            float products[COLUMNS];
+            sum_groups<FORMAT, false, 1>((const uint8_t*)&remainder->group, sizeof(RowGroup), at, at, (uint8_t*)products);
+            for (int column = 0; column < COLUMNS; column += 16)
+                store(sums + column, 16, load(sums + column, 16) + load(products + column, 16));
+        }
+}
+
 template <int FORMAT, int ROWS, bool HAS_PREFETCHES>
 struct InGroups {
     static constexpr int MAX_ROWS = ROWS;
     template <int R>
     static constexpr auto sum = sum_groups<FORMAT, HAS_PREFETCHES, R>;
-    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+    static void finish_sums(const Product& p, int64_t row, int rows, int64_t panel, float* sums) {
+        if constexpr (CODE_FORMATS[FORMAT].has_remainders()) add_remainders<FORMAT>(p, row, rows, panel, sums);
+    }
 };
 
 template <int FORMAT, int ROWS, bool HAS_PREFETCHES>

@@ -1,6 +1,6 @@
 // 16 int32 in two registers of AVX2. Each function gives what its namesake of ints_avx512.h gives.
 //
-// int8.cpp includes this file after floats_avx2.h.
+// groups.cpp and rounding.cpp include this file after floats_avx2.h.
 
 typedef int32_t EightInts __attribute__((vector_size(32)));
 
@@ -46,43 +46,12 @@ static inline int32_t sum_of(Ints v) {
     return sum;
 }
 
-// Have all bits set where |v| is above the limit.
-static inline Ints is_beyond(Ints v, int32_t limit) {
-    const EightInts all = all_of(limit).low;
-    return {(EightInts)_mm256_abs_epi32((__m256i)v.low) > all, (EightInts)_mm256_abs_epi32((__m256i)v.high) > all};
-}
-static inline bool any(Ints mask) { return _mm256_movemask_epi8((__m256i)(mask.low | mask.high)); }
-// Return v where the mask is set, else 0.
-static inline Ints only(Ints mask, Ints v) { return {mask.low & v.low, mask.high & v.high}; }
-
 // Store integers of -128 to 127 as bytes.
 static inline void store_bytes(void* p, Ints v) {
     const __m256i mixed = _mm256_packs_epi32((__m256i)v.low, (__m256i)v.high);
     const __m256i words = _mm256_permute4x64_epi64(mixed, 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128((__m128i*)p, bytes);
-}
-
-// Store integers of 16 bits.
-static inline void store_shorts(void* p, Ints v) {
-    const __m256i mixed = _mm256_packs_epi32((__m256i)v.low, (__m256i)v.high);
-    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));
-}
-
-// Store the upper 16 bits of each.
-static inline void store_upper_halves(uint16_t* p, Ints v) {
-    const __m256i low = _mm256_srli_epi32((__m256i)v.low, 16), high = _mm256_srli_epi32((__m256i)v.high, 16);
-    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
-}
-
-// Return how many of the keys, below 2^15 and a multiple of 32 in number, are above `last`.
-static inline int64_t count_above(const uint16_t* keys, int64_t size, uint16_t last) {
-    __m256i above = _mm256_setzero_si256();
-    for (int64_t k = 0; k < size; k += 16) {
-        const __m256i some = _mm256_loadu_si256((const __m256i*)(keys + k));
-        above = _mm256_sub_epi16(above, _mm256_cmpgt_epi16(some, _mm256_set1_epi16(last)));
-    }
-    return sum_of(Ints{(EightInts)_mm256_madd_epi16(above, _mm256_set1_epi16(1)), EightInts{}});
 }
 
 // The bytes 0 and 2 of each word, or 1 and 3, as pairs of 16 bits: signed ones of x, unsigned ones of weights. VPMADDWD
@@ -97,16 +66,3 @@ static inline EightInts pairs_of_weights(int i, EightInts words) {
 static inline EightInts add_pairs(EightInts sum, EightInts x, EightInts weights) {
     return sum + (EightInts)_mm256_madd_epi16((__m256i)x, (__m256i)weights);
 }
-
-// Return sums of 16 outputs plus the products of 4 bytes of x with a word of each.
-static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
-    const Ints words = load_ints(weights);
-    UNROLL for (int i = 0; i < 2; i++) {
-        const EightInts pairs = pairs_of_x(i, all_of(x).low);
-        sum.low = add_pairs(sum.low, pairs, pairs_of_weights(i, words.low));
-        sum.high = add_pairs(sum.high, pairs, pairs_of_weights(i, words.high));
-    }
-    return sum;
-}
-
-static constexpr auto add_signed_pairs = add_pairs;

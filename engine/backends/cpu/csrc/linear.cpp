@@ -1,8 +1,8 @@
 // Products with packed weights, y = act(x W^T + b) + residual: how they are cut into chunks, how weights are packed, and
 // the C ABI for native.py.
 //
-// It knows no torch; the caller passes pointers. float_products.cpp, int8.cpp and groups.cpp compute the chunks, with
-// instructions that are chosen at run time.
+// It knows no torch; the caller passes pointers. float_products.cpp and groups.cpp compute the chunks, with instructions
+// that are chosen at run time.
 
 #include "linear.h"
 
@@ -20,13 +20,10 @@ static void compute_chunk(void* job, int64_t i) {
     const int64_t to = min_of(from + p.rows_a_chunk, min_of(start + p.rows_a_pass, p.rows));
     const int64_t panel = of_pass / p.row_chunks * p.panels_a_chunk;
     const int64_t last = min_of(panel + p.panels_a_chunk, p.panels);
-    const int bits = p.linear.element_bits;
-    if (p.linear.num_parts) return compute_groups(p, from, to, panel, last);
-    const auto compute = bits == 8 ? compute_int8 : bits == 10 ? compute_int10 : compute_floats;
-    compute(p, from, to, panel, last);
+    (p.linear.num_parts ? compute_groups : compute_floats)(p, from, to, panel, last);
 }
 
-static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantized ? (int)INT8_AMX : (int)AMX); }
+static bool uses_tiles(const Product& p) { return !p.linear.num_parts && p.linear.variant == AMX; }
 
 // Cut a product into chunks that take some CHUNK_NS, or less so that each thread has several; a panel times many rows
 // takes up to MAX_CHUNK_NS, or as long as the fewest rows that are multiplied well. A pass multiplies some rows with all
@@ -59,7 +56,6 @@ static void pack_panel(void* job, int64_t panel) {
     const Packing& p = *(const Packing*)job;
     const int64_t row_bytes = p.num_in * p.element_bits / 8, panel_bytes = panel_bytes_of(p.num_in, p.element_bits);
     const int64_t whole_bytes = row_bytes / 4 * 4;
-    const uint32_t added = p.element_bits == 8 ? 0x80808080 : 0;  // makes int8 unsigned
     uint8_t* to = p.packed + panel * panel_bytes;
     __builtin_memset(to, 0, panel_bytes);
     for (int64_t start = 0; start < row_bytes; start += LINE)
@@ -69,39 +65,21 @@ static void pack_panel(void* job, int64_t panel) {
             for (int64_t i = start; i < min_of(start + LINE, whole_bytes); i += 4, lane += WORDS) {
                 uint32_t word;
                 __builtin_memcpy(&word, row + i, 4);
-                word ^= added;
                 __builtin_memcpy(lane, &word, 4);
             }
             if (start + LINE >= row_bytes)
-                for (int64_t i = whole_bytes; i < row_bytes; i++) *lane++ = row[i] ^ (uint8_t)added;
-        }
-}
-
-// The same for int10, from elements of 16 bits.
-static void pack_panel_10(void* job, int64_t panel) {
-    constexpr int PLACE[] = {0, 2, 1, 3};  // in a word
-    const Packing& p = *(const Packing*)job;
-    uint8_t* to = p.packed + panel * panel_bytes_of(p.num_in, 10);
-    __builtin_memset(to, 0, panel_bytes_of(p.num_in, 10));
-    for (int64_t start = 0; start < p.num_in; start += 16, to += STEP_10)
-        for (int64_t column = 0; column < min_of(COLUMNS, p.num_out - panel * COLUMNS); column++) {
-            const int16_t* row = (const int16_t*)p.weight + (panel * COLUMNS + column) * p.num_in + start;
-            for (int64_t i = 0; i < min_of(16, p.num_in - start); i++) {
-                const int64_t pair = i / 2;
-                to[column * 4 + i % 2 * 2 + pair / 4] |= (row[i] & 3) << pair % 4 * 2;
-                to[WORDS + i / 4 * WORDS + column * 4 + PLACE[i % 4]] = row[i] >> 2;
-            }
+                for (int64_t i = whole_bytes; i < row_bytes; i++) *lane++ = row[i];
         }
 }
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 30; }
+EXPORT int native_abi() { return 31; }
 
-// Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element; 4 stands for
-// codes in groups, of 8 bits, too.
+// Whether the CPU has this variant of products in fp32 or bf16, by the bits of an element; 4 stands for codes in groups,
+// of 8 bits, too.
 EXPORT bool native_has_variant(int64_t element_bits, int variant) {
     if (element_bits >= 16) return variant <= last_float_variant(element_bits);
-    return has_int8_variant(variant) && (element_bits == 8 || variant != INT8_AMX);
+    return has_int8_variant(variant);
 }
 
 // The fastest that the CPU has, or 0.
@@ -146,14 +124,14 @@ EXPORT void native_populate_first(uint8_t* memory, int64_t num_arrays, int64_t s
     run_chunks(touch_array, &arrays, min_of(MAX_CHUNKS, num_arrays), num_threads());
 }
 
-// The weight is [num_out][num_in], in int10 as int16.
+// The weight is [num_out][num_in], in fp32 or bf16.
 EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, int64_t element_bits, uint8_t* packed) {
-    const int64_t unpacked_bytes = COLUMNS * num_in * (element_bits == 10 ? 16 : element_bits) / 8;
+    const int64_t unpacked_bytes = COLUMNS * num_in * element_bits / 8;
     for (int64_t panel = 0; panel < panels_of(num_out); panel += MAX_CHUNKS) {
         Packing p = {weight + panel * unpacked_bytes, packed + panel * panel_bytes_of(num_in, element_bits), num_in,
                      num_out - panel * COLUMNS, element_bits};
         const int64_t num_panels = min_of(MAX_CHUNKS, panels_of(p.num_out));
-        run_chunks(element_bits == 10 ? pack_panel_10 : pack_panel, &p, num_panels, num_threads());
+        run_chunks(pack_panel, &p, num_panels, num_threads());
     }
 }
 
@@ -176,17 +154,16 @@ EXPORT void native_unpack_codes(const CodedRows* packed, int64_t num_in, const i
 
 // x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out], out [rows][num_out]; all
 // are contiguous. `width` says which of them are in fp32; the others are in bf16. x has the type of weights in fp32 or
-// bf16; with weights in int8, int10 or groups it may have either.
+// bf16; with codes in groups it may have either.
 EXPORT void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                             int width) {
     const int64_t num_in = linear->num_in, bits = linear->element_bits;
     const bool grouped = linear->num_parts;
-    Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0,
+    Product p = {*linear, (const uint8_t*)x, residual, out, (width & WIDE_OUT) != 0,
                  (width & WIDE_RESIDUAL) != 0, rows, grouped ? grouped_row_bytes(num_in) : row_bytes_of(num_in, bits),
                  grouped ? grouped_panel_bytes(*linear) : panel_bytes_of(num_in, bits),
-                 panels_of(linear->num_out), 0, 0, 0, 0, 0};
+                 panels_of(linear->num_out), 0, 0, 0, 0, 0, nullptr, 0};
     if (rows <= 0) return;
     if (grouped) quantize_groups(p, x, width & WIDE_X);
-    else if (linear->element_bits < 16) quantize_rows(p, x, width & WIDE_X);
     run_chunks(compute_chunk, &p, cut(p), num_threads());
 }

@@ -1,17 +1,11 @@
-// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16, int8, int10 or codes in
-// groups: what all share.
+// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16 or codes in groups: what all share.
 //
 // Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][words of a row] [32
-// outputs][4 bytes]. A word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
+// outputs][4 bytes]. A word, 4 bytes, is one fp32 or two bf16 numbers that follow each other in a row of W.
 // Vectors multiply a word of each output with one of x. A tile of AMX is 16 words deep and 16 outputs wide, loaded with
 // a stride of WORDS. Outputs and depth are padded with zeros.
 //
-// In int10 a word has the upper 8 bits, signed, of elements 0, 2, 1 and 3, so that two vectors of pairs in 16 bits are
-// made of it by shifts. Before each 4 words lie the lower 2 bits of their 16 elements, in 4 bytes of each output: pair
-// after pair from the lowest bit on, one element of a pair in the lower 16 bits, the other in the upper ones. Memory is
-// read in ascending order, which CPUs fetch faster. Rows of x have 16 bits an element.
-//
-// linear.cpp cuts products into chunks and exports them; float_products.cpp, int8.cpp and groups.cpp compute chunks.
+// linear.cpp cuts products into chunks and exports them; float_products.cpp and groups.cpp compute chunks.
 // groups.h says how weights lie that are codes in groups.
 
 #pragma once
@@ -26,12 +20,8 @@ constexpr int LINE = 64;                  // bytes of 16 words: of 16 outputs, o
 constexpr int PIECE = 4 * LINE;           // bytes of a row in fp32 that are summed from 0: a longer sum rounds off more
 constexpr int WORDS = COLUMNS * 4;        // bytes of a panel for a word of a row: one of each output
 constexpr int STEP = 16 * WORDS;           // and for LINE bytes of it
-constexpr int STEP_10 = 5 * WORDS;         // and for 16 elements in int10: their lower bits, then 4 words
-constexpr int SEGMENT = 2048;              // int10: elements of a row whose products are summed as integers
-constexpr int MAX_OUTLIERS_10 = 64;        // and the most outliers of a row
-constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
-// In fp32 there are only the first three.
+// In fp32 there are only the first three; Int8Variants are those of codes in groups.
 enum FloatVariant { GENERIC = 1, AVX2 = 2, AVX512 = 3, AVX512_BF16 = 4, AMX = 5 };
 enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI = 4, INT8_AMX = 5 };
 
@@ -44,46 +34,27 @@ struct CodedRows {
     int64_t format;  // the place in CODE_FORMATS
 };
 
-// A packed weight with what belongs to it; mirrored by __init__.py. Other members that are of int8 are of int10, too.
+// A packed weight with what belongs to it; mirrored by native.py.
 struct Linear {
-    const uint8_t* weight;  // packed; in int8, but not in int10, 128 is added to each
+    const uint8_t* weight;  // packed
     const float* bias;      // [outputs, padded to whole panels], or null
-    const float* scales;    // int8: what each output is multiplied by, padded alike
-    const float* factors;   // int8: what each element of a row is multiplied by first, padded with 1; null for ones
-    const float* exact;     // int8: the weights [num_exact][num_in, padded to 32] of outputs that are not quantized
-    const int32_t* exact_outputs;  // int8: which these are
-    const float* input_weights;    // int8: the weights [panels][num_exact_inputs][32 outputs] of elements of a row that
-                                   // are not quantized; their factors are 0
-    const int32_t* exact_inputs;   // int8: which these are
-    int64_t num_in, num_out, num_exact, num_exact_inputs;
+    int64_t num_in, num_out;
     int32_t activation, variant, element_bits;
     int32_t num_parts;
     const CodedRows* parts;  // [num_parts]: if any, the weight is codes in groups; of the rest bias alone is there
-};
-
-// A row of x in int8: scale * (near + 128 * far), where few elements are far from 0. In int10 only `scale`, `exact` and
-// `inputs` are set.
-struct QuantizedRow {
-    float scale;               // NaN if an element is not finite
-    int32_t near_sum, far_sum;
-    int32_t num_far;           // words with a far element
-    struct Far {
-        int32_t start, word;   // where its weights lie in a panel, and its four elements
-    }* far;
-    float* exact;              // [num_exact] products with the weights that are not quantized
-    float* inputs;             // [num_exact_inputs] elements that are not quantized
 };
 
 // One call of a Linear.
 struct Product {
     const Linear& linear;
     const uint8_t* x;        // [rows][row_bytes]
-    const QuantizedRow* quantized;  // int8: [rows]
     const void* residual;    // [rows][num_out], fp32 if wide_residual, else bf16; or null
     void* out;               // [rows][num_out], fp32 if wide, else bf16
     bool wide, wide_residual;
     int64_t rows, row_bytes, panel_bytes, panels;  // panel_bytes of weights
     int64_t rows_a_pass, rows_a_chunk, row_chunks, panels_a_chunk, chunks_a_pass;
+    const struct Remainder* remainders;  // codes: [rows][num_remainders]
+    int64_t num_remainders;
 };
 
 enum Width { WIDE_OUT = 1, WIDE_X = 2, WIDE_RESIDUAL = 4 };
@@ -93,13 +64,12 @@ static constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t quotient(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
 static inline int64_t padded(int64_t size, int64_t multiple) { return quotient(size, multiple) * multiple; }
 
-// Bytes of a row of x as it is multiplied: with weights in int10 its elements have 16 bits.
+// Bytes of a row of x as it is multiplied, in fp32 or bf16.
 static inline int64_t row_bytes_of(int64_t num_in, int64_t element_bits) {
-    return padded(padded(num_in, ROW_MULTIPLE) * (element_bits == 10 ? 16 : element_bits) / 8, LINE);
+    return padded(padded(num_in, ROW_MULTIPLE) * element_bits / 8, LINE);
 }
 
 static inline int64_t panel_bytes_of(int64_t num_in, int64_t element_bits) {
-    if (element_bits == 10) return padded(num_in, ROW_MULTIPLE) / 16 * STEP_10;
     return row_bytes_of(num_in, element_bits) * COLUMNS;
 }
 
@@ -116,14 +86,8 @@ static inline void unpack(const uint8_t* row, int64_t start, int64_t num_bytes, 
     __builtin_memcpy((uint8_t*)to + i, word, num_bytes - i);
 }
 
-// Compute the outputs of panels [panel, last) for rows [from, to): in fp32 and bf16, in int8, and in int10.
+// Compute the outputs of panels [panel, last) for rows [from, to), in fp32 and bf16.
 void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
-void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
-void compute_int10(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
-
-// Make x and `quantized` of a product from its rows [rows][num_in, padded to a multiple of 32], in fp32 or bf16. They
-// are valid until the calling thread quantizes others.
-void quantize_rows(Product& p, const void* x, bool wide);
 
 // The last FloatVariant that the CPU has for elements of 32 or 16 bits, which has those before, and the fastest of them.
 int last_float_variant(int64_t element_bits);

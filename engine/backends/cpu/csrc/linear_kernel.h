@@ -1,6 +1,6 @@
 // The sums of products in vectors of AVX-512 and in tiles of AMX. linear.h says how weights lie.
 //
-// float_products.cpp and int8.cpp include this file where they have chosen the instructions. Besides what
+// float_products.cpp includes this file where it has chosen the instructions. Besides what
 // linear_vectors.h asks for, of which sum_words can be the sum<R>, their Numbers have:
 //   dot(sum, x, weights)   sum, in 16 lanes, plus the products of 4 bytes of x and of the weights
 //   MULTIPLY_TILES         the instruction that does so for tiles

@@ -1,6 +1,6 @@
 // The sums of products in vectors of 8 lanes (AVX2) and of 4 (any CPU). linear.h says how weights lie.
 //
-// float_products.cpp and int8.cpp include this file after linear_vectors.h and a file of Floats, which has the type Vector
+// float_products.cpp and groups.cpp include this file after linear_vectors.h and a file of Floats, which has the type Vector
 // and multiply_add. A panel has 4 or 8 vectors of outputs. Up to 3 rows are multiplied with four of them at once; more, up
 // to 6, with two. Either way 12 sums, and what they are made of, fill 16 registers. Besides what linear_vectors.h asks
 // for, of which sum_words can be the sum<R>, their Numbers have:

@@ -34,8 +34,8 @@ enum Kind {
     NUM_KINDS,
 };
 
-// In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR in int8 and
-// int10, both of GATE and XIELU, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
+// In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR with
+// codes, both of GATE and XIELU, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
 struct Buffer {
     void* data;     // [rows][width], of fp32 if wide, else of the program's elements
     int64_t width;

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gptserve.engine.backends.cpu.int8 import FORMAT, add_remainders, quantize_rows
 from gptserve.weights.quantized.coded import GROUP, IQ4_VALUES, CodedWeight, CodeFormat, empty_codes
-
-STEP = 127
-"""The largest code of a row of x."""
 
 
 def random_weight(its: CodeFormat, num_out: int, num_in: int, dtype: torch.dtype = torch.float32) -> CodedWeight:
@@ -33,18 +31,9 @@ def random_weight(its: CodeFormat, num_out: int, num_in: int, dtype: torch.dtype
     return weight
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes [rows, groups, GROUP] and scales [rows, groups] of fp32 rows; 0 and NaN if not finite."""
-    groups = x.unflatten(1, (-1, GROUP))
-    is_finite = groups.isfinite().all(2)
-    bound = torch.where(is_finite, groups.abs().amax(2), 0.0).clamp(min=1e-30)
-    codes = (groups * (torch.full_like(bound, STEP) / bound)[..., None]).round()
-    return torch.where(is_finite[..., None], codes, 0.0), torch.where(is_finite, bound / STEP, torch.nan)
-
-
 def product(x: Tensor, weight: CodedWeight) -> Tensor:
     """Return the fp32 products [rows, out] of fp32 rows: group after group, without fused multiply-adds."""
-    its_format, (codes, scales) = weight.format, quantize_rows(x)
+    its_format, (codes, _, scales) = weight.format, quantize_rows(x)
     num_groups = scales.shape[1]
     zero, of_weights = its_format.zero if its_format.kind == "scales" else 0, weight.codes.float()
     if its_format.has_table:
@@ -71,4 +60,6 @@ def product(x: Tensor, weight: CodedWeight) -> Tensor:
         if its_format.kind == "scales and leasts":
             assert others is not None
             y = y + others[:, g] * (sums * its)
+    if its_format == FORMAT:
+        add_remainders(y, x, of_weights, factors)
     return y

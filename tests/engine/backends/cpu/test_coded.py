@@ -191,4 +191,4 @@ def test_formats_that_no_weight_can_have_together_are_not_joined() -> None:
 
 def test_a_report_names_codes_once() -> None:
     assert merged_names(["4/6-bit codes", "bfloat16", "5-bit codes", "4-bit codes"]) == ["bfloat16", "4/5/6-bit codes"]
-    assert merged_names(["int8", "int10"]) == ["int8", "int10"]
+    assert merged_names(["int8", "int5"]) == ["int8", "int5"]

@@ -97,8 +97,8 @@ def test_programs_give_the_same_bits_by_avx2_as_by_others(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where attention is computed by the same instructions: without int8, and in int8 by each variant but AMX."""
-    if other is not None and other not in native.supported_variants(8):
+    """Where attention is computed by the same instructions: without int8, and in int8 by each variant ."""
+    if other is not None and other not in native.supported_variants(native.CODED_VARIANTS):
         pytest.skip(f"this CPU has no {other}")
     quantization = None if other is None else "int8"
     write_model(tmp_path, *SHAPES[shape])
@@ -115,28 +115,25 @@ def test_programs_give_the_same_bits_by_avx2_as_by_others(
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    ("shape", "quantization", "has_int10", "is_wide"),
+    ("shape", "quantization", "is_wide"),
     [
-        ("GPT-2", "int8", True, True),
-        ("Llama", "int8", True, True),
-        ("OPT 350M's layout", "int8", True, True),
-        ("Llama", None, True, False),
-        ("Gemma 2, past its window", "int8", False, False),
-        ("Gemma 2, past its window", "int8", True, True),
-        (WITH_EXPERTS, "int8", True, False),
+        ("GPT-2", "int8", True),
+        ("Llama", "int8", True),
+        ("OPT 350M's layout", "int8", True),
+        ("Llama", None, False),
+        ("Gemma 2, past its window", "int8", True),
+        (WITH_EXPERTS, "int8", False),
     ],
 )
 def test_what_products_read_is_in_fp32_if_all_weights_are_integers(
     shape: str,
     quantization: str | None,
-    has_int10: bool,
     is_wide: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Not where a first layer keeps bf16, nor in a mixture, whose router does."""
-    monkeypatch.setattr(native, "has_fast_int10", lambda: has_int10)
+    """Not in a mixture, whose router keeps bf16."""
     write_model(tmp_path, *SHAPES[shape])
     assert obstacle(tmp_path, caplog, dtype="bfloat16", quantization=quantization) is None
     made = program_of(make_engine(tmp_path, dtype="bfloat16", quantization=quantization))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.linear import NativeInt8Linear, NativeLinear
+from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
+from gptserve.engine.backends.cpu.int8 import FORMAT
+from gptserve.engine.backends.cpu.linear import NativeLinear
 from gptserve.engine.backends.cpu.program import Experts, Gate, Program, route_bytes, router_data
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import MixtureOfExperts
@@ -75,8 +77,8 @@ class Mixture:
             bias = torch.randn(num_out, generator=generator).to(shape.dtype)
             if not shape.int8:
                 return NativeLinear(weight, bias, activation, variant=variant)  # type: ignore[arg-type]
-            int8_variant = variant if variant in native.supported_variants(8) else None
-            return NativeInt8Linear(weight, bias, activation, variant=int8_variant)  # type: ignore[arg-type]
+            its_variant = variant if variant in native.supported_variants(native.CODED_VARIANTS) else None
+            return NativeInt4Linear(weight, FORMAT, bias, activation, variant=its_variant)  # type: ignore[arg-type]
 
         ups = FFN * 2 if shape.is_gated else FFN
         self.experts = [(linear(HIDDEN, ups, activation), linear(FFN, HIDDEN)) for _ in range(shape.choice.num_all)]

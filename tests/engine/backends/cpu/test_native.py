@@ -285,10 +285,10 @@ def test_a_cpu_may_lack_a_variant_before_another(monkeypatch: pytest.MonkeyPatch
         native_has_variant=lambda bits, variant: variant in (1, 2, 4), native_fastest_variant=lambda bits: 4
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__(8) == ("generic", "avx2", "avx512_vnni")
+    assert native.supported_variants.__wrapped__(native.CODED_VARIANTS) == ("generic", "avx2", "avx512_vnni")
 
 
-def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
+def test_the_variants_of_codes_are_those_that_the_cpu_has() -> None:
     """But for AMX, which the system may withhold."""
     flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     needs: dict[native.Variant, str] = {
@@ -298,7 +298,7 @@ def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
         "avx512_vnni": "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni",
     }
     unlisted = {"amx"} if "avx_vnni" in flags else {"amx", "avx_vnni"}  # old kernels do not know that name
-    found = [variant for variant in native.supported_variants(8) if variant not in unlisted]
+    found = [variant for variant in native.supported_variants(native.CODED_VARIANTS) if variant not in unlisted]
     assert found == [variant for variant, needed in needs.items() if flags >= set(needed.split())]
 
 
