@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from os import putenv
 from typing import NoReturn
 
@@ -28,6 +30,7 @@ from gptserve.engine.model.layout import Span, StepArrays, lay_out
 from gptserve.engine.model.linear import Affine, Linear
 from gptserve.engine.runner.memory import linear_shapes, weight_types
 from gptserve.engine.runner.products import ProductOptions, make_linear, product_of
+from gptserve.engine.runner.seeded import seeded
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -169,21 +172,21 @@ def first_difference(
     A probe, not a proof: it compares these counts, and on a CPU with num_threads (None: torch's), all but
     one, half of them and one.
     """
-    generator, before = torch.Generator(device).manual_seed(0), (torch.get_num_threads(), native.num_threads())
+    before = torch.get_num_threads(), native.num_threads()
     num_threads = num_threads or before[0]
     widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
     is_ours = product_of(device, dtype, weight_type).startswith("native")
     most = _PROBED_COLUMNS_OF_OURS if is_ours else _PROBED_COLUMNS
-
-    def rows(num_rows: int, num_columns: int) -> Tensor:
-        return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
 
     def depends(linear: Linear, x: Tensor, whole: Tensor, num_rows: int) -> bool:
         # The last rows, so that each gets another place. They are copied, as cuBLAS chooses by the alignment, too, and
         # tensors of their own are aligned, as those of a step are.
         return not torch.equal(linear(x[-num_rows:].clone()), whole[-num_rows:])
 
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, before[0])
+        stack.callback(native.set_num_threads, before[1])
+        rows = partial(torch.randn, generator=stack.enter_context(seeded(device)), dtype=dtype, device=device)
         for num_in, num_out in shapes:
             weight = rows(min(num_out, most) if device.type == "cpu" else num_out, num_in)
             bias, x = rows(1, len(weight))[0], rows(counts[-1], num_in)
@@ -198,9 +201,6 @@ def first_difference(
                     if found := next((count for count in counts if depends(linear, x, whole, count)), None):
                         shape = f"{num_in} inputs, {num_out} outputs"
                         return f"a row of a product ({shape}) has other bits among {found} rows than among {counts[-1]}"
-    finally:
-        torch.set_num_threads(before[0])
-        native.set_num_threads(before[1])
     return None
 
 

@@ -20,6 +20,7 @@ from gptserve.engine.model.linear import Affine, Linear
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.runner.memory_ahead import take_populated
 from gptserve.engine.runner.products import Linears
+from gptserve.engine.runner.seeded import seeded
 from gptserve.engine.runner.setup import Setup
 from gptserve.weights.huge_pages import HugePages
 
@@ -90,7 +91,8 @@ def input_squares(
     decoder.set_max_model_len(num_tokens)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     cache = KVCache(model, NUM_SEQUENCES * num_blocks, _BLOCK_SIZE, setup.dtype, setup.device)
-    drawn = torch.randint(model.vocab_size, (NUM_SEQUENCES, num_tokens), generator=torch.Generator().manual_seed(0))
+    with seeded(torch.device("cpu")) as generator:
+        drawn = torch.randint(model.vocab_size, (NUM_SEQUENCES, num_tokens), generator=generator)
     spans = [Span(ids, 0, range(i * num_blocks, (i + 1) * num_blocks)) for i, ids in enumerate(drawn.tolist())]
     step = model_input(lay_out(spans, _BLOCK_SIZE).as_numpy(), setup.device)
     decoder.hidden_states(step.token_ids_T, step.positions_T, cache, step.metadata)
