@@ -23,12 +23,19 @@ def models_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["models"])
     created = int(time.time())
+    created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
 
     def entry(name: str, model: Model) -> schemas.Model:
         service.using(model).check_alive()
         limit, defaults = model.engine.info.max_model_len, model.sampling_defaults
         return schemas.Model(
-            id=name, created=created, owned_by="gptserve", max_model_len=limit, sampling_defaults=dict(defaults)
+            id=name,
+            display_name=name,
+            created=created,
+            created_at=created_at,
+            owned_by="gptserve",
+            max_model_len=limit,
+            sampling_defaults=dict(defaults),
         )
 
     @router.get("/v1/models", summary="List the models", responses={200: _LINKS, **error_responses(401, 503)})

@@ -488,11 +488,15 @@ class KeptList(_Model):
 
 
 class Model(_Model):
-    """A model that requests may name."""
+    """A model that requests may name, as OpenAI's clients and Anthropic's read it."""
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: str
+    """`created` as RFC 3339 has it"""
     owned_by: str
     max_model_len: int
     sampling_defaults: dict[str, float]
@@ -500,10 +504,11 @@ class Model(_Model):
 
 
 class ModelList(_Model):
-    """The models served."""
+    """The models served, on one page."""
 
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: Literal[False] = False
 
 
 class Status(_Model):

@@ -72,6 +72,21 @@ def test_messages_whole_streamed_and_by_the_helper(client: Environment, chats: s
     assert found["request id"]
 
 
+def models_of(url: str) -> list[list[str]]:
+    import anthropic
+
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        listed = [*client.models.list(limit=20), client.models.retrieve("tiny")]
+        return [[model.id, model.display_name, model.type, model.created_at.isoformat()] for model in listed]
+
+
+def test_models(client: Environment, chats: str) -> None:
+    listed, retrieved = client.call(models_of, chats.removesuffix("/v1"))
+
+    assert listed == retrieved
+    assert listed[:3] == ["tiny", "tiny", "model"]
+
+
 def ask_many(url: str, message: dict[str, Any]) -> list[list[str]]:
     import asyncio
 

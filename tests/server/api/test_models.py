@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 
 from gptserve.server.schemas.completions import Model, ModelList
 from tests.server.app_options import make_app
@@ -13,6 +14,14 @@ def test_the_one_model_is_listed(api: Api) -> None:
     ModelList.model_validate(body, strict=True, extra="forbid")
     assert [model["id"] for model in body["data"]] == [MODEL]
     assert body["data"][0]["max_model_len"] == 256
+
+
+def test_models_have_what_anthropics_clients_read(make_api: Callable[..., Api]) -> None:
+    body = make_api(FakeEngineClient(), aliases=("other",)).get("/v1/models").json()
+    assert body["has_more"] is False
+    for model in body["data"]:
+        assert (model["type"], model["display_name"]) == ("model", model["id"])
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
 
 def test_a_model_is_found_by_its_id(api: Api) -> None:
