@@ -217,6 +217,8 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     shapes = {(outer, model.vocab_size), *([(outer, hidden), (hidden, outer)] if model.embed_size else [])}
     for layer in model.distinct_layers:
         shapes |= {(hidden, layer.qkv_size), (layer.q_size, hidden)}
+        if model.attention_gate is not None:
+            shapes.add((hidden, layer.num_heads if model.gates_heads else layer.q_size))
         shapes |= {(hidden, layer.ffn_size * (2 if model.gated_ffn else 1)), (layer.ffn_size, hidden)}
         shapes |= {(hidden, layer.experts.num_logits)} if layer.experts else set()
     return shapes

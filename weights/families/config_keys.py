@@ -89,6 +89,8 @@ OFF_NAMES = frozenset(
         *("attn_uses_sequence_id", "full_attn_mod", "interpolate_factor", "learned_embeddings", "lm_head_bias"),
         *("hidden_activation", "mlp_bias", "qk_layernorm", "quantization_config", "rope_interleaved", "rope_scaling"),
         *("rotary_scaling_factor", "sliding_window", "use_bidirectional_attention", "use_mrope", "use_sliding_window"),
+        *("debug", "ep_size", "micro_forward", "moe_config", "qk_layer_norms", "skip_checkpoint", "use_deepep"),
+        *("use_reentrant_checkpointing", "use_resampler"),
     )
 )
 """Choices that files name to say that a model has not made them: such a key is known as long as it is off."""

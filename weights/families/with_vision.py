@@ -26,10 +26,18 @@ OF_IMAGES = (
     *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
     *("adapter_layer_norm_eps", "alignment_intermediate_size", "downsample_factor", "downsample_ratio"),
     *("ignore_index", "image_aspect_ratio", "image_grid_pinpoints", "image_seq_length", "scale_factor"),
-    *("use_image_newline_parameter", "video_token_index", "vision_aspect_ratio", "vision_feature_select_strategy"),
+    *(
+        "image_seq_len",
+        "use_image_newline_parameter",
+        "video_token_index",
+        "vision_aspect_ratio",
+        "vision_feature_select_strategy",
+    ),
 )
 OF_RESAMPLERS = ("perceiver_config", "pixel_shuffle_factor")
 """What text_config says of Idefics's eyes."""
+OF_TEXT = ("vocab_size",)
+"""What some files say again beside text_config."""
 IGNORED = r"((visual|vision_tower|vision_model|multi_modal_projector|connector)\..*|image_newline)"
 
 
@@ -65,6 +73,7 @@ def _reader(
         text = raw.section("text_config") if "text_config" in raw else raw
         if text is raw and "hidden_size" not in raw:
             raise raw.error("text_config", "an object")
+        raw.skip(*OF_TEXT)
         text.skip(*OF_RESAMPLERS)
         is_tied = raw.boolean("tie_word_embeddings", default=tied_head)
         is_tied = is_tied or (text_ties and text.boolean("tie_word_embeddings", default=False))

@@ -71,6 +71,29 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"use_grouped_mm": False},
         },
     ),
+    "SmolVLM2": (
+        {"model_type": "smolvlm", **SHAPES["SmolVLM"][1]},
+        {
+            **{"vocab_size": 96, "image_seq_len": 81, "scale_factor": 3, "use_reentrant_checkpointing": False},
+            "text_config": {
+                **SHAPES["SmolVLM"][1]["text_config"],
+                **{"_flash_attn_2_enabled": True, "is_llama_config": True, "neftune_noise_alpha": 0.0},
+                **{"perceiver_config": {"resampler_depth": 6}, "pixel_shuffle_factor": 3, "qk_layer_norms": False},
+                **{"rope_interleaved": False, "use_resampler": False, "transformers.js_config": {}},
+            },
+        },
+    ),
+    "InternVL 3.5": (
+        {"model_type": "internvl", **SHAPES["InternVL 3.5"][1]},
+        {
+            **{"downsample_ratio": 0.5, "image_seq_length": 256, "vision_feature_select_strategy": "default"},
+            "text_config": {
+                **SHAPES["InternVL 3.5"][1]["text_config"],
+                **{"debug": False, "ep_size": 1, "micro_forward": False, "moe_config": None, "skip_checkpoint": False},
+                **{"use_deepep": False, "use_bfloat16": True},
+            },
+        },
+    ),
     "HyperCLOVA X": (
         {"model_type": "hyperclovax", **SHAPES["HyperCLOVA X"][1]},
         {"resid_pdrop": 0.2, "residual_multiplier": 1.0, "end_token_id": 1, "pretraining_tp": 1, "use_post_norm": True},
