@@ -201,7 +201,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
-    "VaultGemma, past its window": ("vaultgemma", {**_GEMMA, "attn_logit_softcapping": 5.0}),
+    "VaultGemma, past its window": (
+        "vaultgemma",
+        {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
     "Gemma 3, past its window": (
         "gemma3_text",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},

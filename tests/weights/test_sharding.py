@@ -51,7 +51,7 @@ def test_each_number_of_a_published_model_has_one_rank_or_is_shared_by_rule(name
         held = [part[tensor] for part in parts if tensor in part and not part[tensor].is_zero]
         shapes = [source.shape for source in held]
         own = ("q_norm", "k_norm") if config.qk_norm == "own" else ()
-        if tensor.startswith("blocks.") and tensor.split(".")[-2] in ("qkv", "ffn_up", *own):
+        if tensor.startswith("blocks.") and tensor.split(".")[-2] in ("qkv", "ffn_up", "attn_gate", *own):
             rows = sorted(row for source in held for row in source.row_order or ())
             replicas = config.layers[0].head_size * 2 if config.layers[0].num_kv_heads == 1 and ".qkv." in tensor else 0
             assert len(rows) == whole.shape[0] + replicas

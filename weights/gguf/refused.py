@@ -41,7 +41,7 @@ MODEL_TYPES = {
     "t5encoder": "t5",
 }
 """What is refused as a model_type is, by its name with underscores; the others have that of their model_type."""
-IN_FOLDERS = ("cohere2moe", "gptj", "granite_swa", "hy_v3", "mellum")
+IN_FOLDERS = ("afmoe", "cohere2moe", "gptj", "granite_swa", "hy_v3", "laguna", "mellum")
 OF_OWN_CODE = (
     *("arctic", "baichuan", "bailingmoe", "bailingmoe2", "codeshell", "deci", "deepseek", "graniteswitch", "grok"),
     *("grovemoe", "jais", "maincoder", "maple", "nanbeige", "openelm", "orion", "pangu_embedded", "plamo", "plamo3"),

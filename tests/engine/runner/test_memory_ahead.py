@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeLinear
@@ -80,10 +81,10 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
 ) -> None:
     sizes, packed, decoders = list[int](), list[int](), list[Decoder]()
     monkeypatch.setattr(memory_ahead, "_populate", lambda _, num_bytes: sizes.append(num_bytes))
-    take_packed, make_decoder = NativeLinear._take_packed, Decoder.__init__
+    keep, make_decoder = NativeLinear._keep, Decoder.__init__
 
-    def noted(self: NativeLinear) -> int:
-        packed.append(take_packed(self))
+    def noted(self: NativeLinear, memory: torch.Tensor) -> int:
+        packed.append(keep(self, memory))
         return packed[-1]
 
     def making(self: Decoder, *args: Any) -> None:
@@ -94,7 +95,7 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
     populate_ahead(replace(CONFIG, dtype=dtype, quantization=quantization))
     wait_for_thread()
     memory = memory_ahead._populated[0]
-    monkeypatch.setattr(NativeLinear, "_take_packed", noted)
+    monkeypatch.setattr(NativeLinear, "_keep", noted)
     monkeypatch.setattr(Decoder, "__init__", making)
     Engine(replace(CONFIG, dtype=dtype, quantization=quantization))
 
