@@ -83,7 +83,7 @@ def weight_type_of(linear: str, quantization: Quantization | None) -> WeightType
         return None
     if quantization == "int8" or parts[0] != "blocks":
         return "int8"
-    return "int5" if parts[-1] == "qkv" else "int4"
+    return "int5" if parts[-1] in ("qkv", "attn_out") else "int4"
 
 
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:

@@ -63,12 +63,19 @@ def test_a_tied_head_holds_the_embedding_and_the_plan_has_what_is_held(tmp_path:
 
 def test_programs_and_torch_embed_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, *SHAPES["Llama, biases, own head size, tied"])
-    requests = [make_request("r", [1, 2, 3, 4], max_tokens=6, logprobs=2)]
-    found = run(make_engine(tmp_path, quantization="int4", dtype="float32"), requests)["r"]
+    # Rows are codes, too: in a prompt that begins with 1, 2, 3 an element lies halfway between two.
+    prompts = ([5, 6, 7], [9, 8, 7, 6, 5], [11, 3], [4, 3, 2, 1])
+    requests = [make_request(str(i), ids, max_tokens=6, logprobs=2) for i, ids in enumerate(prompts)]
+    by_program = make_engine(tmp_path, quantization="int4", dtype="float32")
     monkeypatch.setattr("gptserve.engine.runner.runner.native_decoder", None)
     engine = make_engine(tmp_path, quantization="int4", dtype="float32")
     assert engine._runner._decoder.program is None
-    assert token_ids(run(engine, requests)["r"]) == token_ids(found)
+    ours, others = (its._runner._decoder._source.linears for its in (by_program, engine))
+    assert all(ours[name]._kept[0].equal(others[name]._kept[0]) for name in ours)
+    found, expected = run(by_program, requests), run(engine, requests)
+    assert [token_ids(found[str(i)]) for i in range(len(prompts))] == [
+        token_ids(expected[str(i)]) for i in range(len(prompts))
+    ]
 
 
 def test_it_is_refused_where_it_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:

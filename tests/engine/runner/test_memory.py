@@ -67,7 +67,7 @@ def test_int8_leaves_routers_and_embeddings() -> None:
 def test_int4_has_groups_in_4_and_5_bits_in_layers_and_in_8_bits_elsewhere() -> None:
     names = ["blocks.0.attn_out", "blocks.11.ffn_down", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed"]
     found = [weight_type_of(name, "int4") for name in names]
-    assert found == ["int4", "int4", "int4", None, "int8", None]
+    assert found == ["int5", "int4", "int4", None, "int8", None]
     assert weight_type_of("blocks.11.qkv", "int4") == "int5"
     assert [group_format("int5", width) for width in (512, 576)] == [
         CodeFormat(5, "scales and leasts", 32),

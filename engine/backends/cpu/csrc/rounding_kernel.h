@@ -77,37 +77,65 @@ static inline Floats largest_weight(const Group& group) {
     return largest;
 }
 
-// Seek the scale and the least value of a group by the least weighted squares, ROUNDS times. Codes that are rounded
-// determine both, a regression of two numbers, and these give codes anew. The first codes are those of a range that is a
-// little narrower than that of the weights.
+// A scale and a least value above a group's lowest weight, and the weighted squared error of the codes that gave both.
+struct Line {
+    Floats scale, least, error;
+};
+
+// Sums over a group, weighted by `shares`: of these alone, and of x and its squares, for x `above` its lowest weight.
+struct Sums {
+    Floats w, x, xx;
+};
+
+// Find the codes of a line, and the line with the least weighted squares for these codes: a regression of two numbers.
+static inline Line regressed(const Floats* above, const float* shares, const Sums& sums, float most, const Line& line) {
+    const Floats inverse = inverse_of(line.scale, TINY), tiny = broadcast(TINY);
+    Floats sum_q{}, sum_qx{}, sum_qq{};
+    for (int k = 0; k < GROUP; k++) {
+        const Floats code = whole(within((above[k] - line.least) * inverse, 0, most));
+        const Floats weighted = code * broadcast(shares[k]);
+        sum_q = sum_q + weighted;
+        sum_qx = sum_qx + weighted * above[k];
+        sum_qq = sum_qq + weighted * code;
+    }
+    const Floats spread = sums.w * sum_qq - sum_q * sum_q;
+    const Floats divisor = where_above(spread, tiny, spread, broadcast(1));
+    const Floats slope = max((sums.w * sum_qx - sum_q * sums.x) / divisor, Floats{});
+    const Floats least = (sum_qq * sums.x - sum_q * sum_qx) / divisor;
+    const Floats error = (sums.xx - slope * sum_qx) - least * sums.x;
+    return {where_above(spread, tiny, slope, line.scale), where_above(spread, tiny, least, line.least),
+            where_above(spread, tiny, error, sums.xx)};
+}
+
+// Seek the scale and the least value of a group with a small weighted squared error. Each of STARTS is the range of the
+// weights, with so many more steps than there are between codes, from which ROUNDS regressions follow; the line with the
+// smallest error, the first of these, gets one more.
 static void fit(const Group& group, const float* shares, float most, Floats& scale, Floats& least) {
-    Floats above[GROUP], sum_x{};
+    Floats above[GROUP];
+    Sums sums{};
     float sum = 0;
     for (int k = 0; k < GROUP; k++) {
         above[k] = group.weights[k] - group.lowest;
-        sum_x = sum_x + above[k] * broadcast(shares[k]);
+        const Floats weighted = above[k] * broadcast(shares[k]);
+        sums.x = sums.x + weighted;
+        sums.xx = sums.xx + weighted * above[k];
         sum += shares[k];
     }
-    const Floats span = group.highest - group.lowest, sum_w = broadcast(sum);
-    scale = span / broadcast(most + 1);
-    least = span / broadcast(2 * most + 2);
-    for (int round = 0; round < ROUNDS; round++) {
-        const Floats inverse = inverse_of(scale, TINY);
-        Floats sum_q{}, sum_qx{}, sum_qq{};
-        for (int k = 0; k < GROUP; k++) {
-            const Floats code = whole(within((above[k] - least) * inverse, 0, most));
-            const Floats weighted = code * broadcast(shares[k]);
-            sum_q = sum_q + weighted;
-            sum_qx = sum_qx + weighted * above[k];
-            sum_qq = sum_qq + weighted * code;
-        }
-        const Floats spread = sum_w * sum_qq - sum_q * sum_q, tiny = broadcast(TINY);
-        const Floats divisor = where_above(spread, tiny, spread, broadcast(1));
-        const Floats slope = max((sum_w * sum_qx - sum_q * sum_x) / divisor, Floats{});
-        scale = where_above(spread, tiny, slope, scale);
-        least = where_above(spread, tiny, (sum_qq * sum_x - sum_q * sum_qx) / divisor, least);
+    sums.w = broadcast(sum);
+    const Floats span = group.highest - group.lowest;
+    Line best{};
+    for (int i = 0; i < NUM_STARTS; i++) {
+        const float steps = most + STARTS[i];
+        Line line = {span / broadcast(steps), span * broadcast(STARTS[i] / (2 * steps)), Floats{}};
+        for (int round = 0; round < ROUNDS; round++) line = regressed(above, shares, sums, most, line);
+        if (i == 0) best = line;
+        best.scale = where_above(best.error, line.error, line.scale, best.scale);
+        best.least = where_above(best.error, line.error, line.least, best.least);
+        best.error = min(best.error, line.error);
     }
-    least = group.lowest + least;
+    best = regressed(above, shares, sums, most, best);
+    scale = best.scale;
+    least = group.lowest + best.least;
 }
 
 // Return the scale that goes with a least value, which was rounded, if this one went with it before.

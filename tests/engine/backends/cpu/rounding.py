@@ -54,45 +54,61 @@ class _Fit:
     """Scales and least values of groups [rows, groups, GROUP] with few errors, weighted by squares of inputs [in].
 
     Codes that are rounded determine both by the least weighted squares, a regression of two numbers, and these give
-    codes anew, ROUNDS times. The first codes are those of a range that is a little narrower than that of the weights.
+    codes anew. Each of STARTS is the range of the weights, with so many more steps than there are between codes, from
+    which ROUNDS regressions follow; the best of them gets one more.
     """
 
-    ROUNDS = 2
+    STARTS, ROUNDS = (1.0, 0.0, -1.0), 2
 
     def __init__(self, groups: Tensor, squares: Tensor, most: int) -> None:
         # The weights of a group lie apart from here on.
         self._groups, self._most = groups.permute(2, 0, 1).contiguous(), most
         self._weights = shares_of(squares).view(-1, GROUP).T.contiguous()[:, None]
         lowest = self._groups.amin(0)
-        span = self._groups.amax(0) - lowest
-        above, weights = self._groups - lowest, self._weights
-        self._scales, leasts = span / (most + 1), span / (2 * most + 2)
-        sum_w, sum_x = _sums(weights), _sums(weights * above)
-        for _ in range(self.ROUNDS):
-            codes = self._codes(above - leasts)
-            weighted = codes * weights
-            sum_q, sum_qx, sum_qq = _sums(weighted), _sums(weighted * above), _sums(weighted.mul_(codes))
-            spread = sum_w * sum_qq - sum_q * sum_q
-            is_new = spread > _TINY
-            divisor = torch.where(is_new, spread, 1.0)
-            slopes = ((sum_w * sum_qx - sum_q * sum_x) / divisor).clamp_(min=0)
-            self._scales = torch.where(is_new, slopes, self._scales)
-            leasts = torch.where(is_new, (sum_qq * sum_x - sum_q * sum_qx) / divisor, leasts)
+        span, self._above = self._groups.amax(0) - lowest, self._groups - lowest
+        weighted = self._weights * self._above
+        self._sums = _sums(self._weights), _sums(weighted), _sums(weighted.mul_(self._above))
+        best: tuple[Tensor, Tensor, Tensor] | None = None
+        for start in self.STARTS:
+            steps = most + start
+            line = span / steps, span * (start / (2 * steps)), span
+            for _ in range(self.ROUNDS):
+                line = self._regressed(*line[:2])
+            if best is not None:
+                is_better = line[2] < best[2]
+                line = tuple(torch.where(is_better, *pair) for pair in zip(line, best, strict=True))  # type: ignore
+            best = line
+        assert best is not None
+        self._scales, leasts, _ = self._regressed(*best[:2])
         self.leasts = lowest + leasts
         """fp32 [rows, groups]."""
+
+    def _regressed(self, scales: Tensor, leasts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scales, least values above the lowest weights, and errors, all by the codes that these two give."""
+        sum_w, sum_x, sum_xx = self._sums
+        codes = self._codes(self._above - leasts, scales)
+        weighted = codes * self._weights
+        sum_q, sum_qx, sum_qq = _sums(weighted), _sums(weighted * self._above), _sums(weighted.mul_(codes))
+        spread = sum_w * sum_qq - sum_q * sum_q
+        is_new = spread > _TINY
+        divisor = torch.where(is_new, spread, 1.0)
+        slopes = ((sum_w * sum_qx - sum_q * sum_x) / divisor).clamp_(min=0)
+        others = (sum_qq * sum_x - sum_q * sum_qx) / divisor
+        errors = (sum_xx - slopes * sum_qx) - others * sum_x
+        return tuple(torch.where(is_new, *its) for its in ((slopes, scales), (others, leasts), (errors, sum_xx)))  # type: ignore
 
     def scales_above(self, leasts: Tensor) -> Tensor:
         """Return the scales that go with these least values, fp32 [rows, groups]."""
         above = self._groups - leasts
-        codes = self._codes(above.clone())
+        codes = self._codes(above.clone(), self._scales)
         weighted = codes * self._weights
         sum_qx, sum_qq = _sums(above.mul_(weighted)), _sums(weighted.mul_(codes))
         best = (sum_qx / sum_qq.clamp(min=_TINY)).clamp_(min=0)
         return torch.where(sum_qq > _TINY, best, self._scales)
 
-    def _codes(self, above: Tensor) -> Tensor:
+    def _codes(self, above: Tensor, scales: Tensor) -> Tensor:
         """Return the codes of weights above least values, in their place."""
-        inverse = torch.where(self._scales > _TINY, 1 / self._scales, 0.0)
+        inverse = torch.where(scales > _TINY, 1 / scales, 0.0)
         return above.mul_(inverse).round_().clamp_(0, self._most)
 
 
