@@ -78,7 +78,8 @@ def test_a_weight_is_the_nearest_codes(dtype: torch.dtype) -> None:
     assert_same(found.scales, expected.scales)
     values, finite = found.values(slice(None)), weight.float().isfinite().all(1)
     largest = weight.float().unflatten(1, (-1, GROUP)).abs().amax(2, keepdim=True).expand(-1, -1, GROUP).flatten(1)
-    assert ((values - weight.float()).abs() <= largest / 127)[finite].all()
+    # One step where the largest has the code -128 and this its negative, 127 at most; the scale is off by 2^-11 of it.
+    assert ((values - weight.float()).abs() <= largest * (1 / 128 + 2**-11))[finite].all()
     assert values[5, :GROUP].isnan().all()
 
 
