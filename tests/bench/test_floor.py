@@ -9,7 +9,7 @@ from bench.floor import Reader, step_bytes
 from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
 
-WIDTH, LAYERS, VOCABULARY = 8, 4, 50
+WIDTH, LAYERS, VOCABULARY = 32, 4, 50
 BLOCK = 12 * WIDTH * WIDTH + 9 * WIDTH + 4 * WIDTH  # products, biases, norms
 WEIGHTS = LAYERS * BLOCK + 2 * WIDTH + VOCABULARY * WIDTH  # the last norm and the head
 KV_OF_A_TOKEN = 2 * LAYERS * WIDTH
