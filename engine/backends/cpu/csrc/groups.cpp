@@ -230,7 +230,8 @@ void quantize_chunk(void* job, int64_t chunk) {
     const Quantization& q = *(const Quantization*)job;
     for (int64_t i = chunk * q.rows_a_chunk; i < min_of(q.rows, (chunk + 1) * q.rows_a_chunk); i++) {
         q.quantize_row(q.x + i * q.x_bytes, q.size, q.groups + i * (q.size / GROUP));
-        q.quantize_remainders(q.x + i * q.x_bytes, q.size, q.num_remainders, q.remainders + i * q.num_remainders);
+        if (q.num_remainders > 0)
+            q.quantize_remainders(q.x + i * q.x_bytes, q.size, q.num_remainders, q.remainders + i * q.num_remainders);
     }
 }
 

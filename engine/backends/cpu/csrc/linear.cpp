@@ -85,7 +85,7 @@ EXPORT bool native_has_variant(int64_t element_bits, int variant) {
 // The fastest that the CPU has, or 0.
 EXPORT int native_fastest_variant(int64_t element_bits) {
     if (element_bits >= 16) return fastest_float_variant(element_bits);
-    int variant = INT8_AMX;
+    int variant = INT8_VNNI;
     while (variant > 0 && !native_has_variant(element_bits, variant)) variant--;
     return variant;
 }

@@ -23,7 +23,7 @@ constexpr int STEP = 16 * WORDS;           // and for LINE bytes of it
 
 // In fp32 there are only the first three; Int8Variants are those of codes in groups.
 enum FloatVariant { GENERIC = 1, AVX2 = 2, AVX512 = 3, AVX512_BF16 = 4, AMX = 5 };
-enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI = 4, INT8_AMX = 5 };
+enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI = 4 };
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 
