@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +20,7 @@ from gptserve.server.batches.work import endpoints_of
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError, show, shutting_down
 from gptserve.server.core.ids import new_id
+from gptserve.server.core.repeating import repeat
 from gptserve.server.files.files import EXPIRY_INTERVAL_S, FileLimits, Files
 
 WINDOW_S = 24 * 3600
@@ -68,7 +68,9 @@ class Batches:
                 self._keep(record)
         if self._store.sharing is not None:
             await self._look()
-            self._loops = [asyncio.create_task(self._hold_regularly()), asyncio.create_task(self._look_regularly())]
+            for work, interval_s in ((self._hold, HOLD_INTERVAL_S), (self._look, EXPIRY_INTERVAL_S)):
+                loop = repeat(work, interval_s, 1.5 * interval_s, untold="journal_unavailable")
+                self._loops.append(asyncio.create_task(loop))
         else:
             for batch in [self._batches[record.batch_id] for record in records if not record.has_ended]:
                 await self._prepare(batch)
@@ -231,18 +233,11 @@ class Batches:
     def _can_run(self) -> bool:
         return not self._service.lifecycle.is_draining and self._service.model.engine.is_alive
 
-    async def _hold_regularly(self) -> None:
-        """Run the batches of a shared store whose leases this server has, and take some that nobody has."""
-        while True:
-            await asyncio.sleep(HOLD_INTERVAL_S * random.uniform(1.0, 1.5))  # not all servers at once
-            if self._can_run:
-                try:
-                    await self._hold()
-                except ServiceError as error:  # an outage is told of by those who keep the membership
-                    logger.debug("batches: %s", error)
-
     async def _hold(self) -> None:
+        """Run the batches of a shared store whose leases this server has, and take some that nobody has."""
         assert self._store.sharing is not None
+        if not self._can_run:
+            return
         mine = self._tasks.keys() - self._beginning  # before it asks
         fingerprints = {model.engine.info.fingerprint for _, model in self._service.models}
         held = await self._store.sharing.hold(fingerprints, max(0, MAX_RUNNING - len(self._tasks)))
@@ -267,12 +262,6 @@ class Batches:
         if batch is not None and not batch.record.has_ended:
             await self._prepare(batch)
             self._run(batch)
-
-    async def _look_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRY_INTERVAL_S)
-            with suppress(BatchStoreError):
-                await self._look()
 
     async def _look(self, batch_ids: Collection[str] | None = None) -> None:
         """Learn from a shared store how these batches are, or all that have not ended or are new."""

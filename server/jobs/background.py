@@ -329,7 +329,7 @@ class BackgroundJobs:
         )
 
     async def _take(self, shared: SharedJob) -> None:
-        """Run a job whose lease this server has got, or end it if it is to be cancelled. Raises JobStoreError."""
+        """Run a job whose lease this server has got, or end it if it cannot go on. Raises StoreUnavailableError."""
         job = self._mirror.adopt(shared, asked_at := time.monotonic())
         if job.has_ended:  # in memory alone, as its end could not be journaled
             self._index.remove(job)
@@ -337,7 +337,7 @@ class BackgroundJobs:
         if shared.is_cancelled:
             await self._recorder.end(job, cancelled())
         else:
-            await self._resumer.resume(job, shared.stored)
+            await self._resumer.take(job, shared.stored)
 
     def _capacity(self) -> tuple[frozenset[str], int]:
         """Return the fingerprints of the models, and how many more choices may run."""

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.repeating import repeat
 from gptserve.server.jobs.index import JobIndex
 from gptserve.server.jobs.job import RunningJob
 from gptserve.server.jobs.mirror import Mirror
 from gptserve.server.jobs.sharing import SharedJob, Sharing
-from gptserve.server.jobs.store import JobStoreError, LeaseLostError, StoreUnavailableError, cancelled
+from gptserve.server.jobs.store import (
+    JOURNAL_UNAVAILABLE,
+    JobStoreError,
+    LeaseLostError,
+    StoreUnavailableError,
+    cancelled,
+)
 
 FOLLOW_INTERVAL_S = 0.1  # for readers of what another server computes
 CLAIM_INTERVAL_S = 0.25  # after which a free lease is taken, or an order to cancel obeyed
@@ -69,7 +75,10 @@ class Replica:
         renewal_s = self._sharing.ttl_s / RENEWALS_A_TTL
         loops = ((self._renew, renewal_s), (self._poll, CLAIM_INTERVAL_S), (self._follow, FOLLOW_INTERVAL_S))
         repeated = [*loops, (self._bring_in_step, self._tidy_interval_s)]
-        self._loops = [asyncio.create_task(self._repeat(work, interval_s)) for work, interval_s in repeated]
+        self._loops = [
+            asyncio.create_task(repeat(work, 0.75 * interval_s, interval_s, untold=JOURNAL_UNAVAILABLE))
+            for work, interval_s in repeated
+        ]
 
     def stop_claiming(self) -> None:
         """Take over nothing from now on."""
@@ -85,18 +94,6 @@ class Replica:
         self._loops = []
         with suppress(JobStoreError):
             await self._sharing.leave()
-
-    async def _repeat(self, work: Callable[[], Coroutine[None, None, None]], interval_s: float) -> None:
-        """Do something again and again. A store that is away is told of by others."""
-        told = None
-        while True:
-            await asyncio.sleep(interval_s * random.uniform(0.75, 1.0))  # not all servers at once
-            try:
-                await work()
-            except JobStoreError as error:
-                if not isinstance(error, StoreUnavailableError) and str(error) != told:
-                    told = str(error)
-                    logger.error("%s", error)
 
     async def _renew(self) -> None:
         """Renew the membership. After an outage others get as long as they may stay silent before they are reaped."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from gptserve.engine.process.client import TokenStream
 from gptserve.server.completions.run import CompletionRun
 from gptserve.server.completions.service import Service
+from gptserve.server.core.error_responses import to_service_error
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.job import READ_LIMIT, BackgroundJob, RunningJob
 from gptserve.server.jobs.position import Position
@@ -28,7 +29,7 @@ from gptserve.server.jobs.resumption import (
     rebuild_plan,
     too_many_attempts,
 )
-from gptserve.server.jobs.store import JobStore
+from gptserve.server.jobs.store import JobStore, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,20 @@ class Resumer:
         job.status, job.is_elsewhere = "in_progress" if stored.num_batches else "queued", False
         self._spawn(self._recorder.run(job, running, resumption))
         job.wake_readers()
+
+    async def take(self, job: BackgroundJob, stored: StoredJob) -> None:
+        """Resume a job of a shared store, or end one that cannot be read or rebuilt with its error.
+
+        Raises StoreUnavailableError.
+        """
+        try:
+            await self.resume(job, stored)
+        except StoreUnavailableError:
+            raise
+        except Exception as raised:
+            unforeseen = None if isinstance(raised, ServiceError) else raised
+            logger.error("completion %s cannot go on: %s", job.completion_id, raised, exc_info=unforeseen)
+            await self._recorder.end(job, to_service_error(raised).fresh())
 
     async def _stored_batches(self, stored: StoredJob) -> AsyncIterator[list[OutputBatch]]:
         """Yield the journaled outputs of a job, page by page: those of many jobs may not fit into memory."""

@@ -1,6 +1,6 @@
 """A server's place among those that share a database: who is alive by the database's clock, and has which completion.
 
-It has a connection of its own, so that no other work delays it. `store.py` makes one and asks for `me`.
+It has a connection of its own, so that no client's work delays it. `store.py` makes one and asks for `me`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Membership(Sharing):
 
     async def cancel(self, completion_id: str) -> None:
         """Ask for the end of a completion."""
-        await self._change(sql.CANCEL, id=completion_id)
+        await self._change(sql.CANCEL, self._others, id=completion_id)  # a row that is locked delays no renewal
 
     async def find(self, completion_ids: Collection[str]) -> list[SharedJob]:
         """Return the completions with these ids that exist."""
@@ -94,13 +94,13 @@ class Membership(Sharing):
 
         return await connections.run(select, self._limit_s)
 
-    async def _change(self, statement: str, **values: Any) -> int:
+    async def _change(self, statement: str, connections: Connections | None = None, **values: Any) -> int:
         """Execute a statement that may be repeated; return the number of rows that it changed."""
 
         async def execute(connection: AsyncConnection, _: bool) -> int:
             return (await connection.execute(statement.encode(), {"me": self.me, **values})).rowcount
 
-        return await self._own.run(execute, self._limit_s)
+        return await (connections or self._own).run(execute, self._limit_s)
 
 
 def _claimable(fingerprints: Collection[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 
 from gptserve.engine.request import TokenOutput
@@ -21,6 +22,7 @@ from tests.server.fake_engine import FakeEngineClient
 from tests.server.jobs.server import Server, find, found, run, started
 
 Execute = Callable[[str], list[tuple[object, ...]]]
+NUM_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
 FIRST_IS_REAPED = "DELETE FROM gptserve.replicas WHERE id IN (SELECT replica FROM gptserve.leases)"
 
 
@@ -278,5 +280,56 @@ def test_an_engine_that_is_dead_takes_nothing(postgres_url: str) -> None:
             async with started(third):
                 await submitted(third)
                 await computed(third, job)
+
+    run(test())
+
+
+DAMAGES = {
+    "its outputs": "UPDATE gptserve.batches SET outputs = '[{'",
+    "an output": "DELETE FROM gptserve.batches WHERE n = 0",
+    "its body": "UPDATE gptserve.completions SET body = '[]'",
+    "a field": """UPDATE gptserve.completions SET body = replace(body, '"seed"', '"n": 0, "seed"')""",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_one_that_cannot_be_read_fails_and_holds_up_nothing(postgres_url: str, execute: Execute, damage: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            damaged = await first.begin(max_tokens=100)
+            await first.advance(damaged, 2)
+            await asyncio.to_thread(execute, damage)
+            whole = await first.begin(max_tokens=2)
+            await first.jobs.suspend()
+            there = await find(second, damaged)
+            while not there.has_ended:
+                await there.wait_for_change()
+            assert (there.status, there.error is None) == ("failed", False)
+            await computed(second, whole)
+            [(num_left,)] = await asyncio.to_thread(execute, "SELECT count(*) FROM gptserve.leases")
+            assert num_left == 0, "it has ended in the database, too"
+            third = Server(store=PostgresJobStore(postgres_url))
+            async with started(third):
+                last = await second.begin(max_tokens=100)
+                await third.jobs.cancel(await find(third, last))
+                assert (await find(second, last)).status == "cancelled"
+
+    run(test())
+
+
+def test_a_lease_that_is_locked_keeps_no_membership_from_its_renewal(postgres_url: str) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            job = await first.begin(max_tokens=100)
+            there = await find(second, job)
+            with psycopg.connect(postgres_url) as locking:
+                locking.execute("SELECT FROM gptserve.leases FOR UPDATE")
+                with psycopg.connect(postgres_url, autocommit=True) as connection:
+                    cancelling = asyncio.create_task(second.jobs.cancel(there))
+                    while connection.execute(NUM_WAITING).fetchone() != (1,):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                assert await second.store.sharing.renew(["f"])  # type: ignore[union-attr]
+                assert not cancelling.done()
+            await cancelling
 
     run(test())
