@@ -27,6 +27,7 @@ LAYER = {
 }
 LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
 """What files of some architectures call the norm before the feed-forward."""
+SINKS = {"attn_sinks.weight": "self_attn.sinks"}
 LAYER_NORM = ("layer_norm_eps", "attention.layer_norm_epsilon")
 
 
@@ -45,9 +46,17 @@ def llama(keys: Keys) -> Fields:
     return {**silu(keys), "mlp_bias": keys.has("blk.0.ffn_up.bias")}
 
 
-def with_windows(keys: Keys, period: int) -> Fields:
-    """Return the window, on all layers but each `period`-th if the file does not say."""
-    return {"sliding_window": keys.size("attention.sliding_window"), "layer_types": keys.layer_types(period)}
+def with_windows(keys: Keys, period: int, *, begins_full: bool = False) -> Fields:
+    """Return the window, and which layers have it: for a file that does not say, as `Keys.layer_types` has it."""
+    kinds = keys.layer_types(period, begins_full=begins_full)
+    return {"sliding_window": keys.size("attention.sliding_window"), "layer_types": kinds}
+
+
+def with_windows_if_any(keys: Keys, period: int, *, begins_full: bool = False) -> Fields:
+    """Return the same of a file whose layers may all be without a window."""
+    if not keys.get("attention.sliding_window"):
+        return {"sliding_window": None, "layer_types": ["full_attention"] * keys.num_layers}
+    return with_windows(keys, period, begins_full=begins_full)
 
 
 @dataclass(frozen=True, slots=True)

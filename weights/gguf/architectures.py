@@ -29,6 +29,8 @@ _VARIANTS = {
 }
 """The keys that files of a variant have."""
 _NORM_OF_VARIANT = "blk.0.attn_norm_2.weight"
+_ALWAYS_BIAS = ".exp_probs_b"
+"""What files of Hy3 name without its kind."""
 MAX_TENSORS = 2**18
 """Each expert's counts."""
 _UNREAD_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -72,6 +74,8 @@ def describe_config(header: Header) -> Fields:
         "max_position_embeddings": keys.size("context_length"),
     }
     fields |= {architecture.sizes.get(its, its): size for its, size in sizes.items()}
+    if len(set(keys.heads_of_layers)) > 1:
+        fields["num_attention_heads_per_layer"] = keys.heads_of_layers
     if architecture.eps is not None:
         fields[architecture.eps[0]] = keys.number(architecture.eps[1])
     if architecture.has_rotary:
@@ -109,7 +113,7 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
     for name, tensor in keys.header.tensors.items():
         if name in _UNREAD_TENSORS:
             continue
-        stem, _, kind = name.rpartition(".")
+        stem, _, kind = (f"{name}.bias" if name.endswith(_ALWAYS_BIAS) else name).rpartition(".")
         found = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
         if found is None:
             yield f"{architecture.outer[stem]}.{kind}" if stem in architecture.outer else name, tensor

@@ -12,13 +12,15 @@ from gptserve.weights.gguf.architecture import (
     LATE_NORM,
     LAYER,
     LAYER_NORM,
+    SINKS,
     Architecture,
     llama,
     silu,
     with_windows,
+    with_windows_if_any,
 )
 from gptserve.weights.gguf.keys import Fields, Keys
-from gptserve.weights.gguf.rope import rope_by_kind, rope_fields
+from gptserve.weights.gguf.rope import rope_by_kind, rope_parameters
 
 _NORMS_AROUND = LATE_NORM | {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _OLMO2 = LATE_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
@@ -89,17 +91,12 @@ def _mistral3(keys: Keys) -> Fields:
 
 
 def _ministral3(keys: Keys) -> Fields:
-    scaling = _rope_parameters(keys) | {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
+    scaling = rope_parameters(keys) | {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
     return _mistral3(keys) | {"rope_parameters": scaling}
 
 
-def _rope_parameters(keys: Keys) -> Fields:
-    rope = rope_fields(keys)
-    return {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope}
-
-
 def _apertus(keys: Keys) -> Fields:
-    return {"attention_bias": keys.has_attention_bias, "rope_parameters": _rope_parameters(keys)}
+    return {"attention_bias": keys.has_attention_bias, "rope_parameters": rope_parameters(keys)}
 
 
 def _falcon(keys: Keys) -> Fields:
@@ -226,9 +223,7 @@ def _olmo3(keys: Keys) -> Fields:
 
 
 def _exaone4(keys: Keys) -> Fields:
-    if not keys.get("attention.sliding_window"):
-        return silu(keys) | {"sliding_window": None, "layer_types": ["full_attention"] * keys.num_layers}
-    return silu(keys) | with_windows(keys, 4)
+    return silu(keys) | with_windows_if_any(keys, 4)
 
 
 def granite(keys: Keys) -> Fields:
@@ -240,6 +235,17 @@ def granite(keys: Keys) -> Fields:
         "residual_multiplier": keys.number("residual_scale", 1.0),
         "logits_scaling": keys.number("logit_scale", 1.0),
     }
+
+
+def granite_swa(keys: Keys) -> Fields:
+    """Return the fields of Granite with windows, and of that with experts."""
+    fields = granite(keys) | with_windows(keys, 4, begins_full=True) | {"rope_parameters": rope_parameters(keys)}
+    turns, theta = keys.get("attention.rope_pattern"), fields["rope_parameters"]["rope_theta"]
+    if turns is None:
+        return fields
+    if not isinstance(turns, list) or not all(type(entry) in (bool, int) for entry in turns):
+        raise keys.fault("attention.rope_pattern", "a list of true or false")
+    return fields | {"layer_rope_theta": [theta if entry else 0 for entry in turns]}
 
 
 def _minicpm(keys: Keys) -> Fields:
@@ -312,6 +318,7 @@ DENSE: Mapping[str, Architecture] = {
     "cohere2": Architecture("cohere2", _cohere2, eps=LAYER_NORM),
     "exaone4": Architecture("exaone4", _exaone4, layer=LAYER | _OLMO2),
     "granite": Architecture("granite", granite, pairs_heads=True),
+    "granite_swa": Architecture("granite_swa", granite_swa, layer=LAYER | SINKS, has_rotary=False, pairs_heads=True),
     "minicpm": Architecture("granite", _minicpm, pairs_heads=True),
     "nemotron": Architecture("nemotron", _relu2, eps=("norm_eps", "attention.layer_norm_epsilon"), adds_one=True),
     "ernie4_5": Architecture("ernie4_5", _ernie),

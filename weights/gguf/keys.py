@@ -70,8 +70,18 @@ class Keys:
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries."""
-        return self.size("attention.head_count")
+        """Heads of queries, of the first layer where layers differ."""
+        return self.heads_of_layers[0]
+
+    @property
+    def heads_of_layers(self) -> list[int]:
+        """Heads of queries of each layer."""
+        value, num = self.get("attention.head_count"), self.size("block_count")
+        if not isinstance(value, list):
+            return [self.size("attention.head_count")] * self.num_layers
+        if len(value) != num or not all(type(entry) is int and entry >= 1 for entry in value):
+            raise self.fault("attention.head_count", f"an integer of at least 1, or a list of {num}")
+        return value[: self.num_layers]
 
     @property
     def num_kv_heads(self) -> int:
@@ -83,8 +93,11 @@ class Keys:
         """Whether queries, keys and values have biases."""
         return self.has("blk.0.attn_q.bias") or self.has("blk.0.attn_qkv.bias")
 
-    def layer_types(self, period: int) -> list[str]:
-        """Return which layers have windows; all but each `period`-th, for a file that does not say."""
+    def layer_types(self, period: int, *, begins_full: bool = False) -> list[str]:
+        """Return which layers have windows; all but one of each `period`, for a file that does not say.
+
+        That one is the last, or the first with `begins_full`.
+        """
         value, num = self.get("attention.sliding_window_pattern"), self.size("block_count")
         if isinstance(value, list):
             # Layers behind the last one are in the list or, in files of K-EXAONE, not.
@@ -93,7 +106,7 @@ class Keys:
             slides = [bool(entry) for entry in value]
         else:
             period = self.size("attention.sliding_window_pattern", period)
-            slides = [(i + 1) % period > 0 for i in range(self.num_layers)]
+            slides = [(i if begins_full else i + 1) % period > 0 for i in range(self.num_layers)]
         return ["sliding_attention" if its else "full_attention" for its in slides[: self.num_layers]]
 
     def fault(self, name: str, rule: str) -> InvalidConfigError:

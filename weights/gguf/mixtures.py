@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gptserve.weights.gguf.architecture import LATE_NORM, LAYER, Architecture, silu, with_windows
-from gptserve.weights.gguf.dense import granite
+from gptserve.weights.gguf.architecture import (
+    LATE_NORM,
+    LAYER,
+    LAYER_NORM,
+    SINKS,
+    Architecture,
+    silu,
+    with_windows,
+    with_windows_if_any,
+)
+from gptserve.weights.gguf.dense import granite, granite_swa
 from gptserve.weights.gguf.keys import Fields, Keys
-from gptserve.weights.gguf.rope import rope_fields
+from gptserve.weights.gguf.rope import rope_by_kind, rope_fields
 
 _SIGMOID = 2
 """The number of a router's function in files."""
@@ -78,6 +87,11 @@ def _granite_shared(keys: Keys) -> Fields:
     return _granite_moe(keys) | {"shared_intermediate_size": keys.size("expert_shared_feed_forward_length")}
 
 
+def _granite_moe_swa(keys: Keys) -> Fields:
+    width = keys.count("expert_shared_feed_forward_length", 0)
+    return granite_swa(keys) | _num(keys, "num_local_experts") | {"shared_intermediate_size": width}
+
+
 def _deepseek(keys: Keys) -> Fields:
     """Return the fields of mixtures with corrected sigmoids."""
     keys.only("expert_gating_func", _SIGMOID, "in all of them")
@@ -116,6 +130,90 @@ def _ernie_moe(keys: Keys) -> Fields:
         "moe_num_shared_experts": keys.count("expert_shared_count", 0),
         "moe_layer_start_index": keys.count("leading_dense_block_count", 0),
         "moe_layer_interval": keys.size("interleave_moe_layer_step", 1),
+    }
+
+
+def _afmoe(keys: Keys) -> Fields:
+    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    return {
+        **silu(keys),
+        **_num(keys, "num_experts"),
+        "moe_intermediate_size": _width(keys),
+        "num_shared_experts": keys.count("expert_shared_count", 0),
+        "num_dense_layers": keys.count("leading_dense_block_count", 0),
+        "route_scale": keys.number("expert_weights_scale", 1.0),
+        "route_norm": keys.flag("expert_weights_norm", default=True),
+        "mup_enabled": True,
+        **with_windows(keys, 4),
+    }
+
+
+def _laguna(keys: Keys) -> Fields:
+    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_weights_norm", True, "in all of them")
+    gate = keys.header.tensors.get("blk.0.attn_gate.weight")
+    return {
+        **silu(keys),
+        **_num(keys, "num_experts"),
+        "moe_intermediate_size": _width(keys),
+        "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+        "moe_routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "mlp_layer_types": _kinds(keys),
+        "gating": "per-head" if gate is None or gate.shape[0] == keys.num_heads else "per-element",
+        **with_windows_if_any(keys, 4, begins_full=True),
+        **rope_by_kind(keys),
+    }
+
+
+def _kinds(keys: Keys) -> list[str]:
+    """Return which layers have experts."""
+    num_dense = min(keys.count("leading_dense_block_count", 0), keys.num_layers)
+    return ["dense"] * num_dense + ["sparse"] * (keys.num_layers - num_dense)
+
+
+def _mellum(keys: Keys) -> Fields:
+    return {
+        **silu(keys),
+        **_num(keys, "num_experts"),
+        "moe_intermediate_size": _width(keys, is_of_all=True),
+        "norm_topk_prob": True,
+        **with_windows_if_any(keys, 4),
+        **rope_by_kind(keys),
+    }
+
+
+def _cohere2_moe(keys: Keys) -> Fields:
+    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    num_dense, is_rms = keys.count("leading_dense_block_count", 0), keys.get("attention.layer_norm_rms_epsilon")
+    norm = ("rms_norm_eps", "attention.layer_norm_rms_epsilon") if is_rms else LAYER_NORM
+    fields = {
+        **silu(keys),
+        norm[0]: keys.number(norm[1]),
+        "logit_scale": keys.number("logit_scale"),
+        **_num(keys, "num_experts"),
+        "intermediate_size": _width(keys),
+        "num_shared_experts": keys.count("expert_shared_count", 0),
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=False),
+        "first_k_dense_replace": num_dense,
+        **with_windows(keys, 4, begins_full=True),
+    }
+    if num_dense:  # feed_forward_length is the width of an expert
+        up = keys.header.tensors.get("blk.0.ffn_up.weight")
+        fields["prefix_dense_intermediate_size"] = keys.size("feed_forward_length") if up is None else up.shape[0]
+    return fields
+
+
+def _hy_v3(keys: Keys) -> Fields:
+    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    return {
+        **silu(keys),
+        **_num(keys, "num_experts"),
+        "moe_intermediate_size": _width(keys),
+        "num_shared_experts": keys.size("expert_shared_count", 1),
+        "first_k_dense_replace": keys.count("leading_dense_block_count", 0),
+        "router_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "route_norm": keys.flag("expert_weights_norm", default=True),
     }
 
 
@@ -159,9 +257,22 @@ _QWEN3 = Architecture("qwen3_moe", _qwen3_moe, **_QWEN)
 _CORRECTED = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"} | _shared("shared_experts")
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _HUNYUAN |= _shared("shared_mlp")
+_AFMOE = {
+    **LATE_NORM,
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "attn_gate": "self_attn.gate_proj",
+    "exp_probs_b.bias": "mlp.expert_bias",
+    **_shared("shared_experts"),
+}
+_LAGUNA = {
+    "attn_gate": "self_attn.g_proj",
+    "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+    **_shared("shared_expert"),
+}
+_HY_V3 = {"exp_probs_b.bias": "mlp.expert_bias", **_shared("shared_mlp")}
 _GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
-    "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_exps.weight": "mlp.experts.gate_up_proj.even",
     "ffn_up_exps.weight": "mlp.experts.gate_up_proj.odd",
     "ffn_down_exps.weight": "mlp.experts.down_proj",
@@ -178,6 +289,14 @@ _GRANITE = {
 _GRANITE_SHARED = _GRANITE | {
     "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight.first",
     "ffn_up_shexp.weight": "shared_mlp.input_linear.weight.last",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_GRANITE_SWA = SINKS | {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_exps.weight": "block_sparse_moe.experts.gate_up_proj.first",
+    "ffn_up_exps.weight": "block_sparse_moe.experts.gate_up_proj.last",
+    "ffn_down_exps.weight": "block_sparse_moe.experts.down_proj",
+    "ffn_up_shexp": "shared_mlp.input_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 """Of gates and ups that are one tensor in the checkpoint, quantized/gguf.py knows the endings."""
@@ -202,6 +321,9 @@ MIXTURES: Mapping[str, Architecture] = {
     "granitemoe with shared experts": Architecture(
         "granitemoeshared", _granite_shared, layer=LAYER | _GRANITE_SHARED, pairs_heads=True
     ),
+    "granite_swa with experts": Architecture(
+        "granitemoe_swa", _granite_moe_swa, layer=LAYER | _GRANITE_SWA, has_rotary=False, pairs_heads=True
+    ),
     "exaone-moe": Architecture(
         "exaone_moe", _exaone_moe, **_with(_QWEN, _CORRECTED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"})
     ),
@@ -213,6 +335,11 @@ MIXTURES: Mapping[str, Architecture] = {
         rows=("exp_probs_b.bias",),
         **_with(_QWEN, _CORRECTED | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}),
     ),
+    "afmoe": Architecture("afmoe", _afmoe, **_with(_names("mlp", "router.gate"), _AFMOE)),
+    "laguna": Architecture("laguna", _laguna, has_rotary=False, **_with(_QWEN, _LAGUNA)),
+    "mellum": Architecture("mellum", _mellum, has_rotary=False, **_QWEN),
+    "cohere2moe": Architecture("cohere2_moe", _cohere2_moe, eps=None, **_with(_QWEN, _shared("shared_experts"))),
+    "hy_v3": Architecture("hy_v3", _hy_v3, **_with(_names("mlp", "router.gate"), _HY_V3)),
     "minimax-m2": Architecture(
         "minimax_m2",
         _minimax,
@@ -222,5 +349,5 @@ MIXTURES: Mapping[str, Architecture] = {
         ),
     ),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", _hunyuan_moe, **_with(_names("mlp", "gate.wg"), _HUNYUAN)),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, layer=LAYER | LATE_NORM | _GPT_OSS),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, layer=LAYER | LATE_NORM | SINKS | _GPT_OSS),
 }

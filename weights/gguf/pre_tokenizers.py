@@ -31,6 +31,11 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ASIAN = (
+    r"[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    r"\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_THREES_FROM_BEHIND = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _HAN_OF_CODER = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _CASED_LETTERS = (
     r"A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
@@ -112,6 +117,8 @@ SPLITTINGS: Mapping[str, Splitting] = {
     "minicpm5": Splitting((_split(r"\p{N}{1,3}"), _split(_LLAMA3.replace("{1,3}", "+")), _BYTES), ignores_merges=True),
     "jais-2": Splitting((_split(_LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + _SPACES_OF_JAIS), _BYTES)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _OF_DEEPSEEK3),
+    "afmoe": Splitting((_split(_THREES_FROM_BEHIND), _split(_ASIAN), _split(_DEEPSEEK), _BYTES)),
+    "laguna": Splitting((_split(r"\n+"), _split(_QWEN2), _BYTES)),
     "deepseek-llm": Splitting((*map(_split, _OF_LLM), _DIGITS, _BYTES)),
     "deepseek-coder": Splitting((*_OF_CODER, _DIGITS, _BYTES)),
     "seed-coder": Splitting((_split(_SEED), _BYTES)),

@@ -41,7 +41,6 @@ MODEL_TYPES = {
     "t5encoder": "t5",
 }
 """What is refused as a model_type is, by its name with underscores; the others have that of their model_type."""
-IN_FOLDERS = ("afmoe", "cohere2moe", "gptj", "granite_swa", "hy_v3", "laguna", "mellum")
 OF_OWN_CODE = (
     *("arctic", "baichuan", "bailingmoe", "bailingmoe2", "codeshell", "deci", "deepseek", "graniteswitch", "grok"),
     *("grovemoe", "jais", "maincoder", "maple", "nanbeige", "openelm", "orion", "pangu_embedded", "plamo", "plamo3"),
@@ -49,7 +48,7 @@ OF_OWN_CODE = (
 )
 OWN_REASONS: Mapping[tuple[str, ...], str] = {
     ("clip", "cogvlm"): "is how a model sees, whose text is in another file",
-    IN_FOLDERS: "is read from folders of safetensors alone: use these files of the model",
+    ("gptj",): "is a name to which llama.cpp has no model: use the model's folder of safetensors",
     OF_OWN_CODE: "is of a model that transformers only computes with the code of its makers, which is never run",
     ("gemma_embedding", "llama_embed"): "reads text in both directions, and cannot continue it",
     ("dream", "llada", "llada_moe", "rnd1"): "fills in the tokens of a text in any order (diffusion)",

@@ -51,10 +51,20 @@ def rope_fields(keys: Keys) -> Fields:
 
 def rope_by_kind(keys: Keys) -> Fields:
     """Return rope_parameters, in which only layers without windows are scaled."""
-    fields = rope_fields(keys)
-    plain = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", fields["rope_theta"])}
-    wide = {"rope_type": "default", "rope_theta": fields["rope_theta"]} | fields.get("rope_scaling", {})
+    wide, size = rope_parameters(keys), head_size(keys)
+    num_rotated = keys.size("rope.dimension_count_swa", keys.size("rope.dimension_count", size))
+    plain = {
+        "rope_type": "default",
+        "rope_theta": keys.number("rope.freq_base_swa", wide["rope_theta"]),
+        "partial_rotary_factor": num_rotated / size,
+    }
     return {"rope_parameters": {"full_attention": wide, "sliding_attention": plain}}
+
+
+def rope_parameters(keys: Keys) -> Fields:
+    """Return the rotary fields as newer files of config.json have them, in one section."""
+    fields = rope_fields(keys)
+    return {"rope_type": "default", **fields.pop("rope_scaling", {}), **fields}
 
 
 def _yarn(keys: Keys, factor: float) -> Fields:

@@ -60,8 +60,18 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "afmoe": MODEL_ARCH.AFMOE,
 }
 """By model_type."""
+NEWER = {
+    "laguna": "laguna",
+    "mellum": "mellum",
+    "cohere2_moe": "cohere2moe",
+    "hy_v3": "hy_v3",
+    "granite_swa": "granite_swa",
+    "granitemoe_swa": "granite_swa",
+}
+"""The architectures that the released package gguf lacks, by model_type."""
 _SIZES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -94,16 +104,22 @@ _MIXTURE = {
     "n_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count",
     "num_shared_expert": "expert_shared_count",
+    "num_dense_layers": "leading_dense_block_count",
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "routed_scaling_factor": "expert_weights_scale",
+    "moe_routed_scaling_factor": "expert_weights_scale",
+    "router_scaling_factor": "expert_weights_scale",
+    "route_scale": "expert_weights_scale",
+    "route_norm": "expert_weights_norm",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
-_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "exaone4", "exaone_moe", "olmo3", "gpt_oss")
-_SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3")
+_SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3", "mellum", "cohere2_moe", "granite_swa", "granitemoe_swa")
 """The conversion writes which of their layers have windows."""
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "afmoe", "laguna", *_SAYS_WHICH)
+_OF_SIGMOIDS = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "afmoe", "laguna", "cohere2_moe", "hy_v3")
 
 
 def size_of(config: dict[str, Any], name: str) -> Any:
@@ -117,11 +133,11 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
     hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
     writer.add_embedding_length(hidden)
     writer.add_block_count(size_of(config, "num_hidden_layers"))
-    writer.add_head_count(heads)
+    writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
     writer.add_context_length(size_of(config, "max_position_embeddings") or hidden)
     writer.add_feed_forward_length(size_of(config, "intermediate_size") or 4 * hidden)
     for name in _EPS:
-        if name in config or (name == "layer_norm_eps" and model_type in ("mpt", "olmo")):
+        if config.get(name) is not None or (name == "layer_norm_eps" and model_type in ("mpt", "olmo")):
             add = writer.add_layer_norm_rms_eps if name == "rms_norm_eps" else writer.add_layer_norm_eps
             add(config.get(name, 1e-5))
     for name, key in (_FACTORS | _MIXTURE).items():
@@ -130,12 +146,16 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
             value = value[0]
         if value is not None and not (name == "num_experts" and "moe_num_experts" in config):
             getattr(writer, f"add_{key}")(value)
-    if model_type in ("glm4_moe", "dots1", "exaone_moe", "minimax_m2"):
+    if model_type in _OF_SIGMOIDS:
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    if model_type in ("glm4_moe", "dots1", "exaone_moe"):
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if model_type in ("gpt_oss", "minimax_m2"):
+    if model_type in ("glm4_moe", "dots1", "exaone_moe", "laguna", "cohere2_moe"):
+        writer.add_expert_weights_norm(model_type == "laguna" or config["norm_topk_prob"])
+    if model_type in ("gpt_oss", "minimax_m2", "cohere2_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if model_type in ("laguna", "cohere2_moe", "hy_v3"):
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    if model_type in ("granite_swa", "granitemoe_swa"):
+        writer.add_array("granite_swa.attention.rope_pattern", [theta > 0 for theta in config["layer_rope_theta"]])
     if model_type in _WITH_WINDOWS and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
         if model_type in _SAYS_WHICH:
@@ -165,6 +185,8 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], head_size: int) -> N
     writer.add_rope_freq_base(rope["rope_theta"])
     if "rope_theta" in local:
         writer.add_rope_freq_base_swa(local["rope_theta"])
+    if "partial_rotary_factor" in local:
+        writer.add_rope_dimension_count_swa(int(head_size * local["partial_rotary_factor"]))
     kind = rope["rope_type"]
     if kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

@@ -34,6 +34,13 @@ _ROPE = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_fre
 _HEAD = {"query_pre_attn_scalar": 24}  # that of the sizes: files have none
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OLMO3 = SHAPES["OLMo 3, YaRN on some layers"][1]
+_THREE_OF_FOUR = ["sliding_attention"] * 3
+_TRINITY, _LAGUNA = SHAPES["Trinity, past its window"][1], SHAPES["Laguna, gates of heads"][1]
+_MELLUM, _COMMAND = SHAPES["Mellum 2, past its window"][1], SHAPES["Command A+, past its window"][1]
+_COMMAND_OF_DENSE = SHAPES["Command A+, a dense first layer"][1]
+_SWASH = SHAPES["Granite Swash, past its window"][1]
+_SWASH_OF_EXPERTS = SHAPES["Granite Swash with experts, past its window"][1]
+_ONE_BASE = {"layer_rope_theta": [10_000.0, 10_000.0, 0, 10_000.0]}
 _LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
@@ -74,6 +81,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         )
     },
     "OLMo 3, YaRN on some layers": ("olmo3", {**_OLMO3, "rope_parameters": {**_OLMO3["rope_parameters"], **_LOCAL}}),
+    "Hy3": SHAPES["Hy3"],
+    "Trinity": ("afmoe", {**_TRINITY, "layer_types": [*_THREE_OF_FOUR, "full_attention"]}),
+    "Laguna": ("laguna", {**_LAGUNA, "layer_types": ["full_attention", *_THREE_OF_FOUR]}),
+    "Laguna, gates of dimensions": (
+        "laguna",
+        {**SHAPES["Laguna, gates of dimensions"][1], "sliding_window": 0, "layer_types": ["full_attention"] * 2},
+    ),
+    "Mellum 2": ("mellum", {**_MELLUM, "mlp_layer_types": ["sparse"] * 4}),
+    "Command A+": ("cohere2_moe", _COMMAND),
+    "Command A+, a dense first layer": (
+        "cohere2_moe",
+        {**_COMMAND_OF_DENSE, "expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "average"},
+    ),
+    "Granite Swash": ("granite_swa", {**_SWASH, **_ONE_BASE}),
+    "Granite Swash with experts": ("granitemoe_swa", {**_SWASH_OF_EXPERTS, **_ONE_BASE}),
     "Qwen2 MoE": ("qwen2_moe", {**SHAPES["Qwen2 MoE"][1], "mlp_only_layers": []}),
     "gpt-oss": ("gpt_oss", {**SHAPES["gpt-oss, past its window"][1], "swiglu_limit": 7.0}),
     "dots.llm1": ("dots1", {**SHAPES["dots.llm1"][1], "sliding_window": None}),
@@ -205,6 +227,18 @@ def test_layers_that_predict_further_tokens_are_left_out(name: str, tensor: str,
     Checkpoint(its, load_config(its))
 
 
+@pytest.mark.parametrize(("name", "kinds"), [("Laguna", "fsss"), ("Command A+", "fsss"), ("Trinity", "sssf")])
+def test_a_pattern_of_windows_that_no_file_says_is_that_of_the_architecture(
+    name: str, kinds: str, tmp_path: Path
+) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS[name])
+    write_gguf(folder, path, GGMLQuantizationType.F16)
+    header = read_header(path)
+    header.keys.pop(f"{header.keys['general.architecture']}.attention.sliding_window_pattern", None)
+    assert "".join(kind[0] for kind in describe_config(header)["layer_types"]) == kinds
+
+
 REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
     "another router": (
         "GLM 4.5",
@@ -245,6 +279,16 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         "GPTBigCode, one KV head",
         {"attention.head_count_kv": 4},
         "must be 1, as in all published, got 4",
+    ),
+    "heads of three of four layers": (
+        "Laguna",
+        {"attention.head_count": [4, 6, 4]},
+        "laguna.attention.head_count must be an integer of at least 1, or a list of 4, got [4, 6, 4]",
+    ),
+    "turns of no layer": (
+        "Granite Swash",
+        {"attention.rope_pattern": [0.5]},
+        "granite_swa.attention.rope_pattern must be a list of true or false, got [0.5]",
     ),
     "no flag": ("GPT-NeoX", {"use_parallel_residual": 1}, "gptneox.use_parallel_residual must be true or false, got 1"),
 }

@@ -166,7 +166,7 @@ def minimal() -> bytes:
 MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
     "another architecture": (
         ("llama", "other"),
-        "general.architecture 'other' is not supported; GGUF files of apertus, ",
+        "general.architecture 'other' is not supported; GGUF files of afmoe, apertus, ",
     ),
     "states": (
         ("llama", "falcon-h1"),
@@ -178,7 +178,7 @@ MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
         ("gpt2", "bert"),
         "tokenizer.ggml.model must be one of gpt2, llama: other tokenizers are not",
     ),
-    "another splitting": (("gpt-2", "gpt-9"), "tokenizer.ggml.pre must be one of a.x-4.0, bloom, "),
+    "another splitting": (("gpt-2", "gpt-9"), "tokenizer.ggml.pre must be one of a.x-4.0, afmoe, bloom, "),
     "tokens alike": (("\1" + "\0" * 7 + "b", "\1" + "\0" * 7 + "a"), "tokenizer.ggml.tokens must be texts that differ"),
     "no size": (
         ("llama.block_count", "llama.block_counf"),

@@ -73,6 +73,11 @@ K_EXAONE = (
 )
 MINICPM5 = (split(r"\p{N}{1,3}"), split(LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")))
 THREES = r"\d{1,3}(?=(?:\d{3})*\b)"
+NUMBERS = r"\p{N}{1,2}(?=(?:\p{N}{3})+(?!\p{N}))|\p{N}{3}|\p{N}+"
+ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff\u1780-\u17ff"
+    "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
 KINDS: dict[str, tuple[Callable[[], Library], str | None]] = {
     "gpt2": (FAMILIES["gpt2"], "gpt-2"),
     "gpt_bigcode": (FAMILIES["gpt_bigcode"], "starcoder"),
@@ -103,6 +108,8 @@ KINDS: dict[str, tuple[Callable[[], Library], str | None]] = {
     "exaone": (lambda: byte_level(DIGITS), "exaone"),
     "minicpm5": (lambda: changed(byte_level(*MINICPM5), change("model", "ignore_merges", to=True)), "minicpm5"),
     "tiny aya": (lambda: byte_level(split(THREES), split(O200K), nfc=True), "tiny_aya"),
+    "afmoe": (lambda: byte_level(split(NUMBERS), split(ASIAN), split(DEEPSEEK)), "afmoe"),
+    "laguna": (lambda: byte_level(split(r"[^\n]+|[\n]+"), split(QWEN)), "laguna"),
     "viking": (lambda: byte_level(split(BLOOM), DIGITS), "viking"),
     "ufakzeka": (lambda: byte_level(split(QWEN.partition("|[")[2].join(("[", "")))), "ufakzeka"),
 }

@@ -8,25 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from tests.weights.gguf.k_quants import TypeOf, packed
-from tests.weights.gguf.keys import ARCHITECTURES, add_keys, size_of
+from tests.weights.gguf.keys import ARCHITECTURES, NEWER, add_keys, size_of
 
 FUSED = ("bloom", "gpt_neox", "falcon")
 """Those of which the conversion parts queries, keys and values of all heads."""
 PAIRED = (
     *("llama", "mistral", "ministral3", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe"),
-    *("granitemoeshared", "internlm2", "xverse", "minicpm"),
+    *("granitemoeshared", "granite_swa", "granitemoe_swa", "internlm2", "xverse", "minicpm"),
 )
 """Those of which the conversion puts rows of queries and keys in pairs."""
 ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron")
 """Those of which the conversion adds one to the weights of norms."""
 UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp")
 """What stays in F32."""
+NEWER_NAMES = {
+    "self_attn.g_proj.weight": "attn_gate.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.experts.down_proj.weight": "ffn_down_exps.weight",
+    "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+}
+"""Those that the released package gguf lacks for NEWER."""
 
 Pieces = list[tuple[str, np.ndarray]]
 
@@ -48,12 +58,15 @@ def _pieces(config: dict[str, Any], name: str, num_rows: int) -> Pieces:
         kind = "bias" if name.endswith("bias") else "weight"
         stem = name.partition("gate_up_proj")[0]
         return [(f"{stem}gate_proj.{kind}", rows[::2]), (f"{stem}up_proj.{kind}", rows[1::2])]
-    if model_type in ("granitemoe", "granitemoeshared") and "input_linear" in name:
+    joined = {"granitemoe": "input_linear", "granitemoeshared": "input_linear", "granitemoe_swa": "gate_up_proj"}
+    if model_type in joined and joined[model_type] in name:
         number, kind = name.split(".")[2], "shexp" if "shared_mlp" in name else "exps"
         return [
             (f"blk.{number}.ffn_{part}_{kind}.weight", half)
             for part, half in zip(("gate", "up"), np.split(rows, 2), strict=True)
         ]
+    if model_type == "afmoe" and name.endswith("expert_bias"):
+        return [(f"{name}.bias", rows)]
     return [
         (re.sub(r"(down_proj)(_bias)?$", lambda found: f"{found[1]}.{'bias' if found[2] else 'weight'}", name), rows)
     ]
@@ -83,8 +96,8 @@ def write_gguf(
     type_of = (lambda name, width: quant) if isinstance(quant, GGMLQuantizationType) else quant
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {} if as_type is None else {"model_type": as_type}
-    arch = ARCHITECTURES[config["model_type"]]
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
+    arch = ARCHITECTURES.get(config["model_type"], MODEL_ARCH.EXAONE_MOE)  # which names what most of NEWER have
+    writer = GGUFWriter(path, NEWER.get(config["model_type"], MODEL_ARCH_NAMES[arch]))
     add_keys(writer, config)
     add_tokens(writer, ["t", "0", *(f"t{i}" for i in range(config["vocab_size"] - 2))])
     num_layers = size_of(config, "num_hidden_layers")
@@ -152,6 +165,9 @@ def _fused(values: dict[str, np.ndarray], num_layers: int) -> dict[str, np.ndarr
 
 
 def _of_gguf(name: str, names: Any) -> str:
+    of_layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if of_layer and of_layer[2] in NEWER_NAMES:
+        return f"blk.{of_layer[1]}.{NEWER_NAMES[of_layer[2]]}"
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = re.sub(r"sinks$", "sinks.weight", name)
     older = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts", r"\1.feed_forward.experts", name)
