@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gptserve.server.cli.replicas import Replicas
 from tests.clients.environments import environments
 from tests.clients.nginx import nginx_template
 from tests.clients.servers import served
@@ -28,6 +29,23 @@ NGINX = nginx_template(
     "location / {{ proxy_pass http://servers; proxy_http_version 1.1; proxy_buffering off; }}",
     upstream="upstream servers {{ {servers} }}",
 )
+HAPROXY = """
+defaults
+    mode http
+    balance leastconn
+    option redispatch
+    option httpchk GET /health
+    timeout connect 5s
+    timeout client 60s
+    timeout server 60s
+frontend front
+    bind 127.0.0.1:{port}
+    default_backend back
+backend back
+    {servers}
+"""
+# Of a program: its settings, the lines that name the servers in them, and the flag before the file.
+PROGRAMS = {"nginx": (NGINX, "server {1};", "-c"), "haproxy": (HAPROXY, "server s{0} {1} check", "-f")}
 # Of the router in an environment of its own: the command. All take the same flags.
 COMMANDS = {
     "vllm-router": ("vllm-router",),
@@ -37,6 +55,7 @@ COMMANDS = {
 EVERYTHING = {"POST", "stream", "fields", "x-request-id", "Idempotency-Key", "Last-Event-ID", "GET by id", "GET events"}
 PASSED_ON = {
     "nginx": EVERYTHING,
+    "haproxy": EVERYTHING,
     "vllm-router": EVERYTHING,
     "sglang-router": {"POST", "stream", "fields", "x-request-id"},
     "smg": {"POST", "stream", "fields", "x-request-id"},
@@ -67,13 +86,13 @@ def routed(name: str, folder: Path, *servers: str) -> Iterator[str]:
     """Run a router before these servers; give its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
         port, metrics = free.getsockname()[1], other.getsockname()[1]
-    if name == "nginx":
-        program = shutil.which(name)
+    if name in PROGRAMS:
+        program, (template, line, flag) = shutil.which(name), PROGRAMS[name]
         if program is None:
-            pytest.skip("nginx is not installed")
-        listed = " ".join(f"server {url.removeprefix('http://')};" for url in servers)
-        (folder / "settings").write_text(NGINX.format(folder=folder, port=port, servers=listed))
-        command = [program, "-c", str(folder / "settings")]
+            pytest.skip(f"{name} is not installed")
+        listed = "\n    ".join(line.format(i, url.removeprefix("http://")) for i, url in enumerate(servers))
+        (folder / "settings").write_text(template.format(folder=folder, port=port, servers=listed))
+        command = [program, flag, str(folder / "settings")]
     else:
         environment = environments()[name]
         if not environment.is_made:
@@ -138,7 +157,7 @@ def test_what_a_router_passes_on(name: str, server: str, tmp_path: Path) -> None
     assert found == PASSED_ON[name]
 
 
-@pytest.mark.parametrize("name", ["vllm-router", "nginx"])
+@pytest.mark.parametrize("name", ["vllm-router", "nginx", "haproxy"])
 def test_streams_go_on_through_the_router_when_their_server_is_killed(name: str, tmp_path: Path) -> None:
     EngineGate(tmp_path).shut(after_steps=60)  # it cannot end an answer
     held = Process(*FLAGS, main=MORTAL, **{VARIABLE: str(tmp_path)})
@@ -164,6 +183,33 @@ def test_streams_go_on_through_the_router_when_their_server_is_killed(name: str,
             assert sum(reader.num_lost for reader in readers) > 0, "some were at the server that was killed"
             for reader, undisturbed in zip(readers, expected, strict=True):
                 assert sorted(reader.events) == sorted(undisturbed.events), "nothing is lost, repeated or different"
+    finally:
+        held.kill()
+        other.kill()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_command_line_goes_on_through_the_router_when_a_server_is_killed(name: str, tmp_path: Path) -> None:
+    EngineGate(tmp_path).shut(after_steps=60)  # it cannot end an answer
+    held = Process(*FLAGS, main=MORTAL, **{VARIABLE: str(tmp_path)})
+    other = Process(*FLAGS, main=MAIN)
+    bodies = [{"prompt": "A fox", "max_tokens": 90, "ignore_eos": True, "seed": seed} for seed in range(6)]
+
+    def text_of(urls: list[str], body: dict[str, Any]) -> str:
+        return "".join(piece.text for piece in Replicas(urls, None).stream("/v1/completions", {**body, "stream": True}))
+
+    try:
+        with held.wait_until_ready() as first, other.wait_until_ready() as second:
+            urls = [str(http.base_url).rstrip("/") for http in (first, second)]
+            with routed(name, tmp_path, *urls) as router, ThreadPoolExecutor(len(bodies)) as pool:
+                reading = [pool.submit(text_of, [router, router], body) for body in bodies]
+                until = time.monotonic() + LIMIT_S
+                while not EngineGate(tmp_path).is_reached:
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+                os.killpg(held.popen.pid, signal.SIGKILL)
+                texts = [result.result(LIMIT_S) for result in reading]
+            assert texts == [text_of([urls[1]], body) for body in bodies]
     finally:
         held.kill()
         other.kill()
