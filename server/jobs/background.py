@@ -329,7 +329,7 @@ class BackgroundJobs:
         )
 
     async def _take(self, shared: SharedJob) -> None:
-        """Run a job whose lease this server has got, or end it if it cannot go on. Raises StoreUnavailableError."""
+        """Run a job whose lease this server has got, or end it if it cannot go on. Raises as Resumer.take."""
         job = self._mirror.adopt(shared, asked_at := time.monotonic())
         if job.has_ended:  # in memory alone, as its end could not be journaled
             self._index.remove(job)

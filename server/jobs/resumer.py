@@ -18,7 +18,7 @@ from gptserve.server.core.error_responses import to_service_error
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.job import READ_LIMIT, BackgroundJob, RunningJob
 from gptserve.server.jobs.position import Position
-from gptserve.server.jobs.recorder import Recorder
+from gptserve.server.jobs.recorder import RESUMABLE, Recorder
 from gptserve.server.jobs.records import OutputBatch, StoredJob
 from gptserve.server.jobs.resumption import (
     MAX_ATTEMPTS,
@@ -29,7 +29,7 @@ from gptserve.server.jobs.resumption import (
     rebuild_plan,
     too_many_attempts,
 )
-from gptserve.server.jobs.store import JobStore, StoreUnavailableError
+from gptserve.server.jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -97,16 +97,17 @@ class Resumer:
     async def take(self, job: BackgroundJob, stored: StoredJob) -> None:
         """Resume a job of a shared store, or end one that cannot be read or rebuilt with its error.
 
-        Raises StoreUnavailableError.
+        Raises what another server, or this one later, may not meet.
         """
         try:
             await self.resume(job, stored)
-        except StoreUnavailableError:
-            raise
         except Exception as raised:
+            error = to_service_error(raised).fresh()
+            if error.code in RESUMABLE:
+                raise
             unforeseen = None if isinstance(raised, ServiceError) else raised
             logger.error("completion %s cannot go on: %s", job.completion_id, raised, exc_info=unforeseen)
-            await self._recorder.end(job, to_service_error(raised).fresh())
+            await self._recorder.end(job, error)
 
     async def _stored_batches(self, stored: StoredJob) -> AsyncIterator[list[OutputBatch]]:
         """Yield the journaled outputs of a job, page by page: those of many jobs may not fit into memory."""

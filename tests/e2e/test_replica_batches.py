@@ -141,3 +141,39 @@ def test_a_batch_is_cancelled_at_a_server_that_does_not_compute_it(replicas: lis
     assert read(first.client, batch_id) == batch
     assert num_done <= batch["request_counts"]["completed"] < NUM_LINES - 3
     assert len(content(second.client, batch["output_file_id"]).splitlines()) == batch["request_counts"]["completed"]
+
+
+@pytest.mark.parametrize("replicas", [("--api-key", "one", "--api-key", "other")], indirect=True)
+def test_of_the_files_and_batches_of_one_key_another_sees_and_stops_nothing_at_any_server(
+    replicas: list[Replica],
+) -> None:
+    first, second = replicas
+    mine, others = ({"authorization": f"Bearer {name}"} for name in ("one", "other"))
+    for replica in replicas:
+        replica.client.headers.update(mine)
+    file_id = upload(first.client)
+    first.gate.shut(after_steps=100)
+    batch_id = begin(first.client, file_id)
+    for replica in replicas:
+        client = httpx.Client(base_url=replica.client.base_url, headers=others, timeout=LIMIT_S)
+        asked = {"endpoint": URL, "input_file_id": file_id, "completion_window": "24h"}
+        refusals = [
+            *(client.get(f"/v1/files/{file_id}{part}") for part in ("", "/content")),
+            client.delete(f"/v1/files/{file_id}"),
+            client.post("/v1/batches", json=asked),
+            client.get(f"/v1/batches/{batch_id}"),
+            client.post(f"/v1/batches/{batch_id}/cancel"),
+        ]
+        codes = [refusal.json()["error"]["code"] for refusal in refusals]
+        assert codes == ["file_not_found"] * 4 + ["batch_not_found"] * 2
+        assert [client.get(f"/v1/{what}").json()["data"] for what in ("files", "batches")] == [[], []]
+        client.close()
+    first.gate.open()
+    batch = wait(second.client, batch_id, "completed")
+    assert batch["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES - 3, "failed": 3}
+    outputs = batch["output_file_id"], batch["error_file_id"]
+    for replica in replicas:
+        for output in outputs:
+            assert replica.client.get(f"/v1/files/{output}/content").status_code == 200
+            refused = replica.client.get(f"/v1/files/{output}/content", headers=others)
+            assert refused.json()["error"]["code"] == "file_not_found"
