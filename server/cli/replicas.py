@@ -8,6 +8,7 @@ one where there are several URLs.
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.remote import KEY_HEADER, LAST_EVENT_HEADER, Event, LostServerError, Piece, Remote
 
 SILENCE_S = 60.0  # four times the default --sse-keep-alive-interval: a machine that is gone says nothing
+
+PATIENCE_S = 15.0
+"""For how long an answer that has begun waits for a server: a router may take some seconds to see that one is gone."""
+PAUSE_S = 0.5  # before all are asked again
 
 
 class Replicas:
@@ -44,7 +49,7 @@ class Replicas:
 
         Raises CommandError, also if no server can go on where the last one ended.
         """
-        reading, num_lost = _Reading(uuid.uuid4().hex), 0
+        reading, num_lost, patient_until = _Reading(uuid.uuid4().hex), 0, 0.0
         while True:
             remote = self._remotes[self._at]
             try:
@@ -54,20 +59,26 @@ class Replicas:
                     num_lost = 0 if event.event_id is not None else num_lost
                 return
             except LostServerError as error:
+                if num_lost == 0 and reading.event_id is not None:
+                    patient_until = time.monotonic() + PATIENCE_S
                 if isinstance(error, _OtherAnswerError):
+                    patient_until = 0.0
                     reading.cancel(remote, path)
                 if reading.has_text and reading.event_id is None:
                     raise CommandError(f"{error}; its events have no ids, so no other server can go on") from error
                 num_lost += 1
-                self._leave(error, num_lost)
+                self._leave(error, num_lost, patient_until)
             except (GeneratorExit, KeyboardInterrupt):
                 reading.cancel(remote, path)
                 raise
 
-    def _leave(self, error: LostServerError, num_lost: int) -> None:
-        """Go to the next server, unless all have been asked in vain."""
+    def _leave(self, error: LostServerError, num_lost: int, patient_until: float = 0.0) -> None:
+        """Go to the next server, after a pause once all have been asked. Raises CommandError if it is too late."""
         if num_lost >= len(self._remotes):
-            raise CommandError(f"{num_lost} servers were asked in vain, the last, {self.url}: {error}") from error
+            if time.monotonic() + PAUSE_S > patient_until:
+                vain = f"{len(self._remotes)} servers were asked in vain, the last, {self.url}"
+                raise CommandError(f"{vain}: {error}") from error
+            time.sleep(PAUSE_S)
         self._at = (self._at + 1) % len(self._remotes)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gptserve.server.cli import replicas
 from gptserve.server.cli.replicas import Replicas
 from tests.server.cli.conftest import StandIn, standing_in
 from tests.server.serving import LIMIT_S
@@ -115,11 +116,28 @@ def test_an_answer_whose_every_event_has_come_ends(run: Any, server: StandIn, ot
     assert complete(run, server, other) == (0, "there\n", "")
 
 
-def test_if_no_server_answers_the_last_one_is_named(run: Any, server: StandIn, other: StandIn) -> None:
+def test_if_no_server_answers_the_last_one_is_named(
+    run: Any, server: StandIn, other: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "PATIENCE_S", 0.0)
     server.answer, other.answer = stream(event("a", "1")), REFUSED
 
     expected = f"2 servers were asked in vain, the last, {other.url}: the server is shutting down"
     assert complete(run, server, other) == (1, "a\n", f"gptserve: {expected}\n")
+
+
+def test_an_answer_that_has_begun_waits_for_a_server(
+    run: Any, server: StandIn, other: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def come_back(seconds: float) -> None:
+        assert (seconds, len(other.asked)) == (replicas.PAUSE_S, 1), "all have been asked"
+        server.answer = stream(event("b", "2"), DONE)
+
+    monkeypatch.setattr(replicas.time, "sleep", come_back)
+    server.answer, other.answer = stream(event("a", "1")), REFUSED
+
+    assert complete(run, server, other) == (0, "ab\n", "")
+    assert [after for _, after in server.asked_with] == [None, "1"]
 
 
 def test_each_event_gives_the_servers_another_chance(run: Any, server: StandIn, other: StandIn) -> None:
