@@ -63,7 +63,7 @@ def test_groups_of_32_with_remainders_are_todays_product() -> None:
     simulated = SimulatedLinear(Recipe.parse("g32.remainders"), weight, bias, "relu")(x)
     other = SimulatedLinear(Recipe.parse("g32"), weight, bias, "relu")(x)
     exact = (x @ weight.T + bias).relu()
-    errors = [(found - exact).abs().mean() for found in (today, simulated, other)]
+    errors = [(found - exact).abs().mean().item() for found in (today, simulated, other)]
     assert errors[0] == pytest.approx(errors[1], rel=0.1)
     assert errors[2] > 2 * errors[1]
 
