@@ -59,7 +59,7 @@ class Replicas:
                     num_lost = 0 if event.event_id is not None else num_lost
                 return
             except LostServerError as error:
-                if num_lost == 0 and reading.event_id is not None:
+                if num_lost == 0 and reading.has_begun:
                     patient_until = time.monotonic() + PATIENCE_S
                 if isinstance(error, _OtherAnswerError):
                     patient_until = 0.0
@@ -92,6 +92,7 @@ class _Reading:
 
     key: str
     event_id: str | None = None
+    has_begun: bool = False
     has_text: bool = False
     completion_id: object = None
     made_by: tuple[object, object] | None = None
@@ -105,6 +106,7 @@ class _Reading:
 
     def note(self, event: Event, url: str) -> None:
         """Note an event. Raises LostServerError if it belongs to another answer."""
+        self.has_begun = True
         self.completion_id = event.completion_id or self.completion_id
         if not event.pieces and event.event_id is None:
             return

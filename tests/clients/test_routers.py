@@ -195,21 +195,24 @@ def test_the_command_line_goes_on_through_the_router_when_a_server_is_killed(nam
     other = Process(*FLAGS, main=MAIN)
     bodies = [{"prompt": "A fox", "max_tokens": 90, "ignore_eos": True, "seed": seed} for seed in range(6)]
 
-    def text_of(urls: list[str], body: dict[str, Any]) -> str:
-        return "".join(piece.text for piece in Replicas(urls, None).stream("/v1/completions", {**body, "stream": True}))
+    def read(urls: list[str], body: dict[str, Any], pieces: list[str]) -> str:
+        for piece in Replicas(urls, None).stream("/v1/completions", {**body, "stream": True}):
+            pieces.append(piece.text)  # noqa: PERF401 -- each is seen as it comes
+        return "".join(pieces)
 
     try:
         with held.wait_until_ready() as first, other.wait_until_ready() as second:
             urls = [str(http.base_url).rstrip("/") for http in (first, second)]
             with routed(name, tmp_path, *urls) as router, ThreadPoolExecutor(len(bodies)) as pool:
-                reading = [pool.submit(text_of, [router, router], body) for body in bodies]
+                pieces: list[list[str]] = [[] for _ in bodies]
+                reading = [pool.submit(read, [router, router], *each) for each in zip(bodies, pieces, strict=True)]
                 until = time.monotonic() + LIMIT_S
-                while not EngineGate(tmp_path).is_reached:
+                while not (all(pieces) and EngineGate(tmp_path).is_reached):
                     assert time.monotonic() < until
                     time.sleep(0.01)
                 os.killpg(held.popen.pid, signal.SIGKILL)
                 texts = [result.result(LIMIT_S) for result in reading]
-            assert texts == [text_of([urls[1]], body) for body in bodies]
+            assert texts == [read([urls[1]], body, []) for body in bodies]
     finally:
         held.kill()
         other.kill()

@@ -126,18 +126,19 @@ def test_if_no_server_answers_the_last_one_is_named(
     assert complete(run, server, other) == (1, "a\n", f"gptserve: {expected}\n")
 
 
+@pytest.mark.parametrize(("first", "after"), [(event("a", "1"), "1"), ("", None)], ids=["in a text", "before it"])
 def test_an_answer_that_has_begun_waits_for_a_server(
-    run: Any, server: StandIn, other: StandIn, monkeypatch: pytest.MonkeyPatch
+    first: str, after: str | None, run: Any, server: StandIn, other: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def come_back(seconds: float) -> None:
         assert (seconds, len(other.asked)) == (replicas.PAUSE_S, 1), "all have been asked"
         server.answer = stream(event("b", "2"), DONE)
 
     monkeypatch.setattr(replicas.time, "sleep", come_back)
-    server.answer, other.answer = stream(event("a", "1")), REFUSED
+    server.answer, other.answer = stream(first), REFUSED
 
-    assert complete(run, server, other) == (0, "ab\n", "")
-    assert [after for _, after in server.asked_with] == [None, "1"]
+    assert complete(run, server, other) == (0, "ab\n" if first else "b\n", "")
+    assert [last for _, last in server.asked_with] == [None, after]
 
 
 def test_each_event_gives_the_servers_another_chance(run: Any, server: StandIn, other: StandIn) -> None:
