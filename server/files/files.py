@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.ids import new_id
+from gptserve.server.core.repeating import repeat
 from gptserve.server.files.store import FILE_IN_USE, FileRecord, FileStore, FileStoreError, NewContent, Purpose, in_use
 
 PIECE_BYTES = 2**18  # of a file, read or written at once
@@ -106,7 +107,8 @@ class Files:
 
     def begin_expiry(self) -> None:
         """Delete expired files from now on, but for those that are held by now."""
-        self._expiring = asyncio.create_task(self._expire_regularly())
+        loop = repeat(self._keep_in_step, 0.75 * EXPIRY_INTERVAL_S, EXPIRY_INTERVAL_S, untold="journal_unavailable")
+        self._expiring = asyncio.create_task(loop)
 
     async def close(self) -> None:
         """Expire no more."""
@@ -258,11 +260,8 @@ class Files:
             message = f"at most {MAX_FILES} files may be kept, {self._num_files[owner]} of yours are: delete some"
             raise ServiceError("too_many_kept", message, retry_after_s=1)
 
-    async def _expire_regularly(self) -> None:
-        while True:
-            try:
-                await self._look()
-            except FileStoreError as error:
-                logger.warning("cannot look for files of other servers: %s", error)
+    async def _keep_in_step(self) -> None:
+        try:
+            await self._look()
+        finally:
             await self.expire()
-            await asyncio.sleep(EXPIRY_INTERVAL_S)

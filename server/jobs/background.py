@@ -49,6 +49,7 @@ from gptserve.server.jobs.store import (
 )
 
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a result may take space
+END_LIMIT_S = 5.0  # that a client waits for a store, as for other requests
 
 MakePlan = Callable[[], Awaitable[CompletionPlan]]
 
@@ -201,7 +202,10 @@ class BackgroundJobs:
         return Position.of(output)
 
     async def cancel(self, job: BackgroundJob) -> None:
-        """End a job unless it has ended; return when the end is journaled. Raises ServiceError."""
+        """End a job unless it has ended; return when the end is journaled.
+
+        Raises ServiceError, also if the store does not take the end of one that runs here for END_LIMIT_S.
+        """
         while job.running is not None or job.is_elsewhere:
             if job.running is not None:
                 self._recorder.stop(job.running, cancelled())
@@ -211,7 +215,7 @@ class BackgroundJobs:
                 await self._store.sharing.cancel(job.completion_id)
                 await self._mirror.refresh(job.completion_id)
             if job.running is not None or job.is_elsewhere:
-                await job.wait_for_change()
+                await job.wait_for_change(None if job.running is None else END_LIMIT_S)
 
     async def delete(self, job: BackgroundJob) -> None:
         """End a job and forget it; return when it is out of the journal, but for one that cannot be written."""

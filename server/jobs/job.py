@@ -99,11 +99,14 @@ class BackgroundJob:
         """The owner with the idempotency key, if there is one."""
         return None if self.record.key is None else (self.record.owner, self.record.key)
 
-    async def wait_for_change(self) -> None:
-        """Wait until readers are woken."""
+    async def wait_for_change(self, limit_s: float | None = None) -> None:
+        """Wait until readers are woken. Raises StoreUnavailableError after limit_s."""
         self.num_waiting += 1
         try:
-            await self.changed.wait()
+            async with asyncio.timeout(limit_s):
+                await self.changed.wait()
+        except TimeoutError as error:
+            raise StoreUnavailableError("the store does not answer; what was asked for is done once it does") from error
         finally:
             self.num_waiting -= 1
 

@@ -333,3 +333,22 @@ def test_a_lease_that_is_locked_keeps_no_membership_from_its_renewal(postgres_ur
             await cancelling
 
     run(test())
+
+
+def test_who_cancels_is_told_if_the_end_is_not_stored_soon_and_it_is_later(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with two(postgres_url) as (first, _):
+            job = await first.begin(max_tokens=100)
+            with psycopg.connect(postgres_url) as locking, monkeypatch.context() as patch:
+                locking.execute("SELECT FROM gptserve.leases FOR UPDATE")
+                patch.setattr("gptserve.server.jobs.background.END_LIMIT_S", 0.1)
+                for end in (first.jobs.cancel, first.jobs.delete):
+                    with pytest.raises(ServiceError, match="what was asked for is done once it does") as raised:
+                        await end(job)
+                    assert (raised.value.code, raised.value.retry_after_s) == ("journal_unavailable", 5)
+            await first.jobs.cancel(job)
+            assert job.status == "cancelled"
+
+    run(test())
