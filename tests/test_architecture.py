@@ -57,6 +57,7 @@ MAX_USER_WORDS = 13_000
 PACKAGES = ("server", "engine", "weights")
 WITH_TORCH = {
     "gptserve.engine.backends.cpu.attention",
+    "gptserve.engine.backends.cpu.buffers",
     "gptserve.engine.backends.cpu.decoder",
     "gptserve.engine.backends.cpu.draw",
     "gptserve.engine.backends.cpu.int4",

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.cpu.buffers import buffer_name, buffer_widths, layer_widths, scores_kind, wide_kinds
 from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
-from gptserve.engine.backends.cpu.program import Experts, Gate, Norm, Program, Rotation, Table, route_bytes, router_data
+from gptserve.engine.backends.cpu.program import HEAD_GATES, Experts, Gate, Norm, Program, Rotation, Table, router_data
 from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, Cache
@@ -34,13 +35,10 @@ from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.operations import WritePart
 from gptserve.engine.model.rotary import rotations_of
 from gptserve.weights.config import Experts as Mixture
-from gptserve.weights.config import LayerConfig, ModelConfig
+from gptserve.weights.config import ModelConfig
 from gptserve.weights.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
-
-_WIDE = ("x", "taken", "logits", "wide_scores")
-"""The buffers that are always in fp32: those of the residual stream, the logits, and those of choices by scores."""
 
 
 def native_decoder(
@@ -65,9 +63,9 @@ def native_decoder(
         return None
     assert isinstance(backend, CpuAttention)
     dtype = embedding.dtype
-    widths = _widths(config, dtype)
-    wide_kinds = _wide(parts)
-    wide = tuple(name for name in (*widths, "logits") if name.partition(" ")[0] in wide_kinds)
+    widths = buffer_widths(config, dtype)
+    kinds = wide_kinds(parts)
+    wide = tuple(name for name in (*widths, "logits") if name.partition(" ")[0] in kinds)
     step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
     step.embed(embedding, positions)
     for layer, rotations in enumerate(rotations_of(tables)):
@@ -91,56 +89,11 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBac
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
-    if config.attention_gate is not None:
-        return "it gates what attention gives"
     of_layers = [(layer.q_size, layer.ffn_size) for layer in config.distinct_layers]
     widths = (config.hidden_size, config.embed_size or 0, *chain.from_iterable(of_layers))
     if any(width % native.ROW_MULTIPLE for width in widths):
         return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
     return None
-
-
-def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Return the buffers of both programs: by name, the elements of a row."""
-    buffers = dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size)
-    buffers["embedded"] = config.embed_size or config.hidden_size
-    for layer in config.distinct_layers:
-        buffers |= {_at(kind, width): width for kind, width in _layer_widths(config, layer, dtype).items()}
-    return buffers
-
-
-def _layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Return the elements of a row of the buffers of a layer, by their kind."""
-    experts = layer.experts
-    num_ffns = 1 if experts is None else experts.num_per_row
-    widths = {
-        "qkv": layer.qkv_size,
-        "heads": layer.q_size,
-        "up": num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1),
-        "gated": num_ffns * layer.ffn_size,
-    }
-    if experts is not None:
-        routes = route_bytes(experts) // dtype.itemsize
-        widths |= {_scores(experts): experts.num_logits, "routes": routes, "pairs": num_ffns * config.hidden_size}
-    return widths
-
-
-def _scores(experts: Mixture) -> str:
-    """Return the kind of the buffer of the router's logits."""
-    return "scores" if experts.router.is_plain else "wide_scores"
-
-
-def _at(kind: str, width: int) -> str:
-    """Return the name of a layer's buffer of this width: layers of one width share it."""
-    return f"{kind} {width}"
-
-
-def _wide(parts: StreamedTensors) -> tuple[str, ...]:
-    """Return the kinds of buffers that are in fp32."""
-    weights = [linear.weight for linear in parts.linears.values() if isinstance(linear, NativeLinear)]
-    if any(weight.element_bits >= 16 for weight in weights):  # they read their own type; so does each mixture's router
-        return _WIDE
-    return *_WIDE, "embedded", "h", "h2", "up", "gated"
 
 
 class NativeDecoder:
@@ -235,8 +188,10 @@ class _Writer:
     ) -> None:
         self.program = Program(widths, dtype.itemsize, wide=wide)
         self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
-        shapes = {layer: _layer_widths(config, layer, dtype).items() for layer in config.distinct_layers}
-        self._buffers = {layer: {kind: _at(kind, width) for kind, width in its} for layer, its in shapes.items()}
+        shapes = {layer: layer_widths(config, layer, dtype).items() for layer in config.distinct_layers}
+        self._buffers = {
+            layer: {kind: buffer_name(kind, width) for kind, width in its} for layer, its in shapes.items()
+        }
         """The buffers of each layer, by their kind."""
 
     def embed(self, embedding: Rows, positions: Tensor | None) -> None:
@@ -291,7 +246,8 @@ class _Writer:
     def _attention(self, layer: int, rotations: tuple[Tensor, ...], backend: CpuAttention) -> WritePart:
         name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
         num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
-        qkv, heads = (self._buffers[config.layers[layer]][kind] for kind in ("qkv", "heads"))
+        buffers, gate = self._buffers[config.layers[layer]], config.attention_gate
+        qkv, heads = buffers["qkv"], buffers["heads"]
 
         def normalize() -> None:
             if config.qk_norm is not None:
@@ -306,6 +262,8 @@ class _Writer:
 
         def append(source: str, target: str, residual: str) -> None:
             self._linear(f"{name}.qkv", source, qkv)
+            if gate is not None:
+                self._linear(f"{name}.attn_gate", source, buffers["gates"])
             if config.qkv_clip is not None:
                 self.program.add("clamp", qkv, qkv, c_float(config.qkv_clip))
             if not config.qk_norm_after_rotation:
@@ -315,6 +273,8 @@ class _Writer:
             if config.qk_norm_after_rotation:
                 normalize()
             self.program.add("attend", qkv, heads, backend.operation(spec, layer))
+            if gate is not None:
+                self.program.add("gate_heads", buffers["gates"], heads, c_int32(HEAD_GATES.index(gate)))
             self._linear(f"{name}.attn_out", heads, target, residual)
 
         return append
@@ -333,7 +293,7 @@ class _Writer:
         return append
 
     def _mixture(self, name: str, experts: Mixture, buffers: Mapping[str, str]) -> WritePart:
-        scores, correction = buffers[_scores(experts)], self._parts.corrections.get(f"{name}.router")
+        scores, correction = buffers[scores_kind(experts)], self._parts.corrections.get(f"{name}.router")
         data = Experts(
             ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num_all)),
             downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num_all)),

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from gptserve.engine.backends.cpu import native
+from gptserve.weights.config import AttentionGate
 from gptserve.weights.config import Experts as Mixture
 
 Kind = Literal[
@@ -25,11 +26,14 @@ Kind = Literal[
     "clamp",
     "rotate",
     "gate",
+    "gate_heads",
     "xielu",
     "add",
     "copy",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The index is the library's number."""
+HEAD_GATES: tuple[AttentionGate, ...] = get_args(AttentionGate)
 """The index is the library's number."""
 _READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "gate", "xielu", "add", "copy")
 _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")

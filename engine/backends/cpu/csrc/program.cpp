@@ -31,8 +31,11 @@ void compute_rows(void* shared, int64_t chunk) {
 
 void run_rows(const Program& program, const Step& step, const Operation* first, int64_t num_operations) {
     int64_t widest = 1;
-    for (int64_t i = 0; i < num_operations; i++)
-        widest = program.buffers[first[i].in].width > widest ? program.buffers[first[i].in].width : widest;
+    for (int64_t i = 0; i < num_operations; i++) {
+        const int64_t in = program.buffers[first[i].in].width, out = program.buffers[first[i].out].width;
+        widest = in > widest ? in : widest;
+        widest = out > widest ? out : widest;
+    }
     int64_t rows_a_chunk = ROW_CHUNK / (widest * num_operations) + 1;
     if (rows_a_chunk < step.num_rows / MAX_CHUNKS + 1) rows_a_chunk = step.num_rows / MAX_CHUNKS + 1;
     RowJob job = {program, step, first, num_operations, rows_a_chunk, row_operations(program)};

@@ -24,6 +24,7 @@ enum Kind {
     CLAMP,         // data: const float*; to [-limit, limit]
     ROTATE,        // data: Rotation; in place
     GATE,          // data: Gate; out is act(first half of in) * second half
+    GATE_HEADS,    // data: const int32_t*, a HeadGate; out, heads, is multiplied by the gates in in, in place
     XIELU,         // data: Xielu; in place
     ADD,           // out is in plus residual
     COPY,          // out is in, in the type of out
@@ -101,6 +102,10 @@ struct Gate {
     float limit;  // in the type of the rows; 0 for none
     int32_t activation;
 };
+
+// The functions of `gate_heads` in engine/model/activation.py. A gate is of a head, or of an element of one: of as many
+// elements as the width of out has times that of in.
+enum HeadGate { SIGMOID, SOFTPLUS };
 
 // The numbers of class Xielu in engine/model/activation.py, which says what they are.
 struct Xielu {

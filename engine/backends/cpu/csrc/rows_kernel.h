@@ -188,6 +188,32 @@ static void gate(const Operation& op, const Program& program, const Step&, int64
     (program.buffers[op.in].wide ? gate_typed_row<float> : gate_typed_row<T>)(op, program, row);
 }
 
+template <class T, int FUNCTION>
+static void gate_heads_row(const T* gates, T* heads, int64_t num_gates, int64_t size) {
+    each(num_gates, [=](int64_t i, int count) {
+        const Floats x = load(gates + i, count);
+        const Floats factors = as_stored<T>(FUNCTION == SIGMOID ? times_sigmoid(broadcast(1), x) : softplus(x));
+        if (size == 1) {
+            store(heads + i, count, load(heads + i, count) * factors);
+            return;
+        }
+        float of_heads[16];
+        store(of_heads, 16, factors);
+        for (int h = 0; h < count; h++) {
+            T* head = heads + (i + h) * size;
+            const Floats factor = broadcast(of_heads[h]);
+            each(size, [=](int64_t j, int n) { store(head + j, n, load(head + j, n) * factor); });
+        }
+    });
+}
+
+template <class T>
+static void gate_heads(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const int64_t num_gates = program.buffers[op.in].width, size = program.buffers[op.out].width / num_gates;
+    (*(const int32_t*)op.data == SIGMOID ? gate_heads_row<T, SIGMOID> : gate_heads_row<T, SOFTPLUS>)(
+        row_of<T>(program, op.in, row), row_of<T>(program, op.out, row), num_gates, size);
+}
+
 template <class T>
 static void xielu_row(const Xielu& xielu, T* out, int64_t width) {
     const Floats alpha_p = broadcast(xielu.alpha_p), alpha_n = broadcast(xielu.alpha_n), eps = broadcast(xielu.eps);
@@ -363,6 +389,6 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
 
 template <class T>
 static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
-    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, xielu<T>,
-    add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
+    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, gate_heads<T>,
+    xielu<T>, add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_float
+from ctypes import c_float, c_int32
 from typing import Literal
 
 import pytest
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeLinear
-from gptserve.engine.backends.cpu.program import Gate, Kind, Norm, Program, Rotation, Table
-from gptserve.engine.model.activation import Xielu, gated
-from gptserve.weights.config import Activation
+from gptserve.engine.backends.cpu.program import HEAD_GATES, Gate, Kind, Norm, Program, Rotation, Table
+from gptserve.engine.model.activation import Xielu, gate_heads, gated
+from gptserve.weights.config import Activation, AttentionGate
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS, EPS = 5, 1e-5
 WIDTHS = (1, 7, 8, 15, 16, 17, 31, 33, 64, 200)
 
 Add = Callable[[Program, Tensor], None]
-"""Appends an operation to "out", as wide as "y", from the "y" that it is given, or from "x", twice as wide."""
+"""Appends an operation to "out", as wide as "y", from the "y" that it is given, from "x", twice as wide, or "gates"."""
 
 
 def norm(count: int, *, centred: bool, scaled: bool) -> Add:
@@ -57,6 +57,10 @@ def gate(activation: str | None, limit: float = 0.0) -> Add:
     return lambda program, y: program.add("gate", "x", "out", Gate(limit, number))
 
 
+def head_gates(source: Literal["y", "gates"], function: AttentionGate) -> Add:
+    return lambda program, y: program.add("gate_heads", source, "out", c_int32(HEAD_GATES.index(function)))
+
+
 def packed_table(program: Program, y: Tensor) -> None:
     """The same as table("embed"), of a weight that is packed."""
     rows = torch.randn(y.shape).to({4: torch.float32, 2: torch.bfloat16}[program._element_bytes])
@@ -87,6 +91,8 @@ OPERATIONS: dict[str, Add] = {
     "taken rows": lambda program, y: program.add("take", "y", "out"),
     **{f"gate by {name}": gate(name) for name in native.ACTIVATIONS},
     "limited gate": gate("gelu_sigmoid", 2.5),
+    **{f"gates of elements by {function}": head_gates("y", function) for function in HEAD_GATES},
+    **{f"gates of heads by {function}": head_gates("gates", function) for function in HEAD_GATES},
     "xIELU": lambda program, y: program.add("xielu", "out", "out", (c_float * 4)(*XIELU.numbers.tolist())),
 }
 
@@ -134,6 +140,27 @@ def test_a_gate_has_wide_buffers_on_both_sides_or_on_none() -> None:
             program.add("gate", "x", "out", Gate(0.0, 0))
 
 
+@by_variant
+@pytest.mark.parametrize("function", HEAD_GATES)
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_gates_of_attention_are_what_torch_computes(
+    function: AttentionGate, dtype: torch.dtype, variant: native.Variant, *, of_heads: bool
+) -> None:
+    for num_heads, size in ((1, 1), (1, 40), (5, 16), (17, 7), (33, 24)):
+        torch.manual_seed(num_heads)
+        heads = torch.randn(ROWS, num_heads, size).to(dtype)
+        gates = torch.randn(ROWS, num_heads if of_heads else num_heads * size).mul(6).to(dtype)
+        gates[0, -1], gates[1, 0], gates[2, -1], gates[3, 0], gates[4, 0] = torch.nan, torch.inf, -torch.inf, 60, -60
+        found = heads.flatten(1).clone()
+        program = Program({"gates": gates.shape[1], "heads": found.shape[1]}, dtype.itemsize, variant)
+        program.add("gate_heads", "gates", "heads", c_int32(HEAD_GATES.index(function)))
+        program.place("gates", gates.data_ptr())
+        program.place("heads", found.data_ptr())
+        program.run(ROWS)
+        expected = gate_heads(heads, gates, function)
+        torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=0, equal_nan=True)
+
+
 def xielu_by_program(x: Tensor, numbers: Tensor, variant: native.Variant, *, in_bf16: bool = False) -> Tensor:
     out = x.clone()
     program = Program({"x": x.shape[1]}, 2 if in_bf16 else x.itemsize, variant, ("x",) if in_bf16 else ())
@@ -174,7 +201,8 @@ def computed(
 ) -> Tensor:
     """Return "out" [ROWS, width]; nothing behind it may be written. The inputs are numbers of `precision`."""
     torch.manual_seed(width)
-    sizes = {"x": 2 * width, "y": width, "out": width}
+    num_gates = max(num for num in range(1, 9) if width % num == 0)
+    sizes = {"x": 2 * width, "y": width, "gates": num_gates, "out": width}
     program = Program(sizes, dtype.itemsize, variant, wide)
     tensors = {
         name: torch.randn(ROWS + 64, size).mul(4).to(precision).to(torch.float32 if name in wide else dtype)
