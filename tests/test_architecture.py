@@ -113,6 +113,7 @@ WITH_TORCH = {
     "gptserve.engine.runner.prompt_logprobs",
     "gptserve.engine.runner.runner",
     "gptserve.engine.runner.sampler",
+    "gptserve.engine.runner.seeded",
     "gptserve.engine.runner.setup",
     "gptserve.engine.runner.step_memory",
     "gptserve.engine.staging",
