@@ -19,7 +19,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4"]
 QuantizationOption = Literal["none", "int8", "int4"]
 """Without any, weights that are stored as codes stay so where that is possible; with "none" they are unpacked."""
-WeightType = Literal["int8", "int4", "int5"]
+WeightType = Literal["int8", "int4", "int5", "int6"]
 """What becomes of a weight that is quantized: in int4, some have 5 or 8 bits."""
 KVCacheDType = Literal["auto", "int8"]
 """The type of stored keys and values: that of the model, or codes of int8 with a scale for each row of a head."""

@@ -46,8 +46,8 @@ class _Recorded:
 class _RecordedLinears(Linears):
     """Linears that add up the squares of the inputs of those in layers. A LinearMaker."""
 
-    def __init__(self, memory: HugePages) -> None:
-        super().__init__(quantization="int4", memory=memory)
+    def __init__(self, memory: HugePages, num_layers: int) -> None:
+        super().__init__(quantization="int4", memory=memory, num_layers=num_layers)
         self.recorded: dict[str, _Recorded] = {}
 
     def make(self, name: str, affine: Affine) -> Linear:
@@ -66,7 +66,8 @@ def linears_of(config: EngineConfig, setup: Setup, progress: Progress | None) ->
     if config.requantization == "int4":
         squares = input_squares(config, setup, memory, progress and _half_of(progress, 0))
         progress = progress and _half_of(progress, 1)
-    return Linears(config.requantization, HugePages(memory), setup.products.call_rows, squares), progress
+    options = HugePages(memory), setup.products.call_rows, squares, setup.model.num_layers
+    return Linears(config.requantization, *options), progress
 
 
 def _half_of(progress: Progress, half: int) -> Progress:
@@ -81,11 +82,11 @@ def _half_of(progress: Progress, half: int) -> Progress:
 def input_squares(
     config: EngineConfig, setup: Setup, memory: memoryview | None = None, progress: Progress | None = None
 ) -> dict[str, Tensor]:
-    """Return the means of the squares of the inputs of each linear in a layer, fp32 [in], by its canonical name.
+    """Return the means of the squares of the inputs of each linear in a layer and of the head, fp32 [in], by its name.
 
     An expert that no token chose has zeros. `memory` may be used again for the same weights, in the same order.
     """
-    model, linears = setup.model, _RecordedLinears(HugePages(memory))
+    model, linears = setup.model, _RecordedLinears(HugePages(memory), setup.model.num_layers)
     decoder = Decoder(model, setup.stream(progress), setup.backend, linears, operations=setup.operations)
     num_tokens = min(MAX_TOKENS, config.max_model_len or model.max_position)
     decoder.set_max_model_len(num_tokens)
@@ -95,5 +96,8 @@ def input_squares(
         drawn = torch.randint(model.vocab_size, (NUM_SEQUENCES, num_tokens), generator=generator)
     spans = [Span(ids, 0, range(i * num_blocks, (i + 1) * num_blocks)) for i, ids in enumerate(drawn.tolist())]
     step = model_input(lay_out(spans, _BLOCK_SIZE).as_numpy(), setup.device)
-    decoder.hidden_states(step.token_ids_T, step.positions_T, cache, step.metadata)
-    return {name: (its.sums / max(1, its.num_rows)).float() for name, its in linears.recorded.items()}
+    hidden = decoder.hidden_states(step.token_ids_T, step.positions_T, cache, step.metadata)
+    found = {name: (its.sums / max(1, its.num_rows)).float() for name, its in linears.recorded.items()}
+    if model.classifier is None:  # else there is no head
+        found["head"] = decoder.states(hidden).double().square_().mean(0).float()
+    return found

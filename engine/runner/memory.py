@@ -76,21 +76,33 @@ def feed_forward_counts(model: ModelConfig) -> dict[Experts | None, int]:
     return counts
 
 
-def weight_type_of(linear: str, quantization: Quantization | None) -> WeightType | None:
-    """Return what becomes of the weight of this linear, by its canonical name, here; None if it keeps its dtype."""
+def weight_type_of(linear: str, quantization: Quantization | None, num_layers: int) -> WeightType | None:
+    """Return what becomes of the weight of this linear, by its canonical name, here; None if it keeps its dtype.
+
+    Where the errors of a feed-forward's last weight cost most, in the first and the last layers, int4 gives it 5 bits.
+    """
     parts = linear.split(".")
     if quantization is None or parts[-1] not in _QUANTIZED:
         return None
     if quantization == "int8" or parts[0] != "blocks":
-        return "int8"
+        return "int6" if quantization == "int4" and parts[-1] == "head" else "int8"
+    if parts[-1] == "ffn_down":
+        number = int(parts[1])
+        return "int5" if number < num_layers // 4 or number >= num_layers - num_layers // 3 else "int4"
     return "int5" if parts[-1] in ("qkv", "attn_out") else "int4"
 
 
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
-    """Return the codes of a weight with rows of num_in: below 8 bits least values, with sub-scales where these fit."""
-    if weight_type == "int8":
+    """Return the codes of a weight with rows of num_in: of 4 and 5 bits with least values, and sub-scales if these fit.
+
+    Codes of 6 bits always have sub-scales; if these do not fit, they are of 8 bits.
+    """
+    has_sub_scales = num_in % SUPER_GROUP == 0
+    if weight_type == "int6" and has_sub_scales:
+        return CodeFormat(6, "scales", 16)
+    if weight_type in ("int6", "int8"):
         return CodeFormat(8, "scales")
-    return CodeFormat(4 if weight_type == "int4" else 5, "scales and leasts", 0 if num_in % SUPER_GROUP else 32)
+    return CodeFormat(4 if weight_type == "int4" else 5, "scales and leasts", 32 if has_sub_scales else 0)
 
 
 def keeps_codes(config: EngineConfig) -> bool:
@@ -111,7 +123,7 @@ def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, 
     """Return what becomes of some weight here; None for its dtype, which the router of a mixture of experts keeps."""
     if quantization is None:
         return (None,)
-    return ("int8", None) if quantization == "int8" else ("int4", "int5", "int8", None)
+    return ("int8", None) if quantization == "int8" else ("int4", "int5", "int6", "int8", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,30 +165,30 @@ def held_weights(
     """Yield a rank's tensors; the weight of a head that is tied comes last.
 
     `kept` is the stored type that a device keeps, if any; `codes` are what `codes_kept` returns. A tied head is the
-    embedding, which is then in int8 if the model is quantized, or in its codes. On a CPU without the compiled library
+    embedding, which is then quantized as a head if the model is, or in its codes. On a CPU without the compiled library
     it is a copy in --dtype unless it is quantized, which is not counted.
     """
-    embedding_bytes = 0
+    embedding: tuple[str | None, int] = None, 0
     for part, name, shape in _tensors(model, share):
         linear, weight_type = name.removesuffix(".weight"), None
         held = None if kept is None else held_shapes(name, shape, kept)
         if quantization is not None and linear != name:
             is_head = model.tied_head and linear == "embed"
-            weight_type = weight_type_of("head" if is_head else linear, quantization)
+            weight_type = weight_type_of("head" if is_head else linear, quantization, model.num_layers)
         if kept is not None and held is not None:
             its_type, num_bytes = kept.name, sum(map(math.prod, held.values()))
         elif name in codes:
             its_type, num_bytes = codes[name].name, codes[name].num_bytes(shape)
         elif weight_type is not None:
-            its_type, num_bytes = str(weight_type), group_format(weight_type, shape[1]).num_bytes(shape)
+            its = group_format(weight_type, shape[1])
+            its_type, num_bytes = f"int{its.bits}", its.num_bytes(shape)
         else:
             its_type, num_bytes = None, math.prod(shape) * dtype_bytes
-        embedding_bytes = num_bytes if name == "embed.weight" else embedding_bytes
+        embedding = (its_type, num_bytes) if name == "embed.weight" else embedding
         yield HeldWeight(part, name, its_type, num_bytes, math.ceil(num_bytes * _share_read(model, name)))
     if model.tied_head and share.rank == 0:
-        its_codes = codes.get("embed.weight")
-        head_type = weight_type_of("head", quantization) if its_codes is None else its_codes.name
-        yield HeldWeight("head", "head.weight", head_type, 0, embedding_bytes)
+        head_type, read_bytes = embedding
+        yield HeldWeight("head", "head.weight", head_type, 0, read_bytes)
 
 
 def _share_read(model: ModelConfig, name: str) -> float:
@@ -203,7 +215,7 @@ def linear_bytes(
             num_bytes += codes[name].num_bytes(shape)
         elif part in parts and name.endswith(".weight"):
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
-            weight_type = weight_type_of(linear, quantization)
+            weight_type = weight_type_of(linear, quantization, model.num_layers)
             if weight_type is None:
                 num_bytes += math.prod(shape) * dtype_bytes
             else:

@@ -102,7 +102,7 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
 class ProductOptions:
     """What some products take: torch's multiplies `call_rows` rows a call.
 
-    Codes with least values have small errors where the means of inputs' squares, fp32 [in], are large. Our own products
+    Codes have small errors where the means of inputs' squares, fp32 [in], are large. Our own products
     keep the weight in `memory`, or in memory of its own.
     """
 
@@ -141,9 +141,9 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
 class Linears:
     """Makes the fastest exact Linear of each weight of a model. A LinearMaker.
 
-    memory.py says what becomes of each weight by `quantization`. Our own products keep their weights in `memory`;
-    torch's of the shapes (in, out) in call_rows multiply so many rows a call. `squares` has the means of the squares of
-    the inputs of linears, by their canonical names.
+    memory.py says what becomes of each weight of num_layers by `quantization`. Our own products keep their weights in
+    `memory`; torch's of the shapes (in, out) in call_rows multiply so many rows a call. `squares` has the means of the
+    squares of the inputs of linears, by their canonical names.
     """
 
     def __init__(
@@ -152,13 +152,14 @@ class Linears:
         memory: HugePages | None = None,
         call_rows: Mapping[tuple[int, int], int] | None = None,
         squares: Mapping[str, Tensor] = MappingProxyType({}),
+        num_layers: int = 0,
     ) -> None:
-        self._squares = squares
+        self._squares, self._num_layers = squares, num_layers
         self._quantization = quantization
         self._memory, self._call_rows = memory or HugePages(), call_rows or {}
 
     def make(self, name: str, affine: Affine) -> Linear:
-        weight_type = weight_type_of(name, self._quantization)
+        weight_type = weight_type_of(name, self._quantization, self._num_layers)
         num_out, num_in = affine.weight.shape
         options = ProductOptions(self._call_rows.get((num_in, num_out)), self._squares.get(name), self._memory)
         return make_linear(affine, weight_type, options)

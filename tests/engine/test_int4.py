@@ -45,8 +45,16 @@ def test_any_family_computes_in_int4_and_alone_as_in_a_batch(name: str, tmp_path
     assert batched != exact
 
 
-def test_a_tied_head_holds_the_embedding_and_the_plan_has_what_is_held(tmp_path: Path) -> None:
-    write_model(tmp_path, *SHAPES["Llama, biases, own head size, tied"])
+def write_tied(folder: Path, hidden_size: int) -> None:
+    model_type, shape = SHAPES["Llama, biases, own head size, tied"]
+    write_model(folder, model_type, shape | {"hidden_size": hidden_size})
+
+
+@pytest.mark.parametrize(("hidden_size", "head_bits"), [(64, 8), (256, 6)])
+def test_a_tied_head_holds_the_embedding_and_the_plan_has_what_is_held(
+    hidden_size: int, head_bits: int, tmp_path: Path
+) -> None:
+    write_tied(tmp_path, hidden_size)
     engine = make_engine(tmp_path, quantization="int4", dtype="bfloat16")
     assert engine.info.product == "native_coded"
     decoder = engine._runner._decoder
@@ -55,14 +63,16 @@ def test_a_tied_head_holds_the_embedding_and_the_plan_has_what_is_held(tmp_path:
     for linear in decoder._source.linears.values():
         assert isinstance(linear, NativeInt4Linear)
         held += linear._kept[0].nbytes
+    assert decoder._source.linears["head"].weight.element_bits == head_bits  # type: ignore[attr-defined]
     planned = [its.num_bytes for its in held_weights(load_config(tmp_path), 2, "int4") if its.type is not None]
     assert held * 0.8 < sum(planned) <= held  # which has padding
     exact, int8 = (make_engine(tmp_path, quantization=its, dtype="bfloat16").info for its in (None, "int8"))
     assert len({engine.info.fingerprint, exact.fingerprint, int8.fingerprint}) == 3
 
 
-def test_programs_and_torch_embed_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path, *SHAPES["Llama, biases, own head size, tied"])
+@pytest.mark.parametrize("hidden_size", [64, 256])
+def test_programs_and_torch_embed_alike(hidden_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tied(tmp_path, hidden_size)
     # Rows are codes, too: in a prompt that begins with 1, 2, 3 an element lies halfway between two.
     prompts = ([5, 6, 7], [9, 8, 7, 6, 5], [11, 3], [4, 3, 2, 1])
     requests = [make_request(str(i), ids, max_tokens=6, logprobs=2) for i, ids in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""Weights that become codes of 4, 5 or 8 bits in groups while they load.
+"""Weights that become codes of 4, 5, 6 or 8 bits in groups while they load.
 
 weights/quantized/coded.py says what codes are, csrc/rounding.cpp makes and csrc/groups.cpp multiplies with them.
 runner/memory.py says which weights become what.
@@ -48,7 +48,7 @@ class NativeInt4Linear(NativeCodedLinear):
     ) -> None:
         """Quantize and pack the weight; rows of x are of its dtype.
 
-        With scales alone the largest weight of a group is a code at its end; with least values the largest and the
+        With scales alone the largest weight of a scale is a code at its end; with least values the largest and the
         least. With `squares`, fp32 [in], the means of the squares that a weight's inputs have, scales and least values
         are instead those of a small sum of the squared errors of products, as if no two inputs had to do with each
         other. A group that is not finite gives NaN.

@@ -58,22 +58,38 @@ def test_parameters_are_counted_by_part() -> None:
 
 def test_int8_leaves_routers_and_embeddings() -> None:
     names = ["blocks.0.attn_out", "blocks.3.experts.1.ffn_up", "head", "blocks.3.router", "embed"]
-    assert [weight_type_of(name, "int8") for name in names] == ["int8", "int8", "int8", None, None]
-    assert weight_type_of("blocks.11.ffn_down", None) is None
+    assert [weight_type_of(name, "int8", 12) for name in names] == ["int8", "int8", "int8", None, None]
+    assert weight_type_of("blocks.11.ffn_down", None, 12) is None
     assert set(weight_types("int8")) == {"int8", None}
     assert weight_types(None) == (None,)
 
 
-def test_int4_has_groups_in_4_and_5_bits_in_layers_and_in_8_bits_elsewhere() -> None:
-    names = ["blocks.0.attn_out", "blocks.11.ffn_down", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed"]
-    found = [weight_type_of(name, "int4") for name in names]
-    assert found == ["int5", "int4", "int4", None, "int8", None]
-    assert weight_type_of("blocks.11.qkv", "int4") == "int5"
+def test_int4_has_groups_in_4_and_5_bits_in_layers_and_in_6_or_8_bits_elsewhere() -> None:
+    names = ["blocks.0.attn_out", "blocks.3.experts.1.ffn_up", "blocks.3.router", "head", "embed", "embed_in"]
+    found = [weight_type_of(name, "int4", 12) for name in names]
+    assert found == ["int5", "int4", None, "int6", None, "int8"]
+    assert weight_type_of("blocks.11.qkv", "int4", 12) == "int5"
+    assert [group_format("int6", width) for width in (512, 576)] == [
+        CodeFormat(6, "scales", 16),
+        CodeFormat(8, "scales"),
+    ]
     assert [group_format("int5", width) for width in (512, 576)] == [
         CodeFormat(5, "scales and leasts", 32),
         CodeFormat(5, "scales and leasts"),
     ]
-    assert set(weight_types("int4")) == {"int4", "int5", "int8", None}
+    assert set(weight_types("int4")) == {"int4", "int5", "int6", "int8", None}
+
+
+@pytest.mark.parametrize("linear", ["ffn_down", "experts.3.ffn_down"])
+def test_the_last_weights_of_feed_forwards_have_5_bits_in_the_first_and_the_last_layers(linear: str) -> None:
+    def wide(num_layers: int) -> list[int]:
+        types = [weight_type_of(f"blocks.{i}.{linear}", "int4", num_layers) for i in range(num_layers)]
+        assert set(types) <= {"int4", "int5"}
+        return [i for i, its in enumerate(types) if its == "int5"]
+
+    assert wide(12) == [0, 1, 2, 8, 9, 10, 11]
+    assert wide(16) == [0, 1, 2, 3, 11, 12, 13, 14, 15]
+    assert wide(2) == []
 
 
 def test_a_shape_of_1_billion_in_int4_takes_at_most_0_7_bytes_a_weight() -> None:
@@ -84,8 +100,8 @@ def test_a_shape_of_1_billion_in_int4_takes_at_most_0_7_bytes_a_weight() -> None
     assert sum(its.num_bytes for its in layers) <= 0.62 * num_in_layers
     assert sum(its.num_bytes for its in held) <= 0.7 * sum(parameter_counts(model).values())
     embedding, head = held[0], held[-1]
-    assert (embedding.name, embedding.num_bytes) == ("embed.weight", 2048 * 128256 * 34 // 32)
-    assert (head.name, head.type, head.num_bytes) == ("head.weight", "int8", 0)  # it is the embedding
+    assert (embedding.name, embedding.num_bytes) == ("embed.weight", 2048 * 128256 * 210 // 256)
+    assert (head.name, head.type, head.num_bytes) == ("head.weight", "int6", 0)  # it is the embedding
     assert head.read_bytes == embedding.num_bytes
     assert linear_bytes(model, "int4", 2) == sum(its.num_bytes for its in (embedding, *layers))
 

@@ -1,4 +1,4 @@
-// Weights that become codes of 4, 5 or 8 bits in groups while a model loads, in their packed layout (groups.h). The
+// Weights that become codes of 4, 5, 6 or 8 bits in groups while a model loads, in their packed layout (groups.h). The
 // kernel, which says how, is rounding_kernel.h's.
 
 #include "code_rows.h"
@@ -8,7 +8,7 @@ constexpr float MAX_HALF = 65504, MAX_WEIGHT = 2e9f;  // no weight is above 127 
 constexpr float LARGEST = 127;                        // the largest integer of a group
 constexpr float TINY = 1e-30f;                        // no scale, square or spread that matters is less
 constexpr int ROUNDS = 2, NUM_STARTS = 3;
-constexpr float STARTS[NUM_STARTS] = {1, 0, -1};
+constexpr float STARTS[NUM_STARTS] = {1, 0, -1}, ZERO_STARTS[NUM_STARTS] = {0, -2, 2};
 
 struct Rounding {
     int64_t num_in;

@@ -4,7 +4,7 @@
 // element of the registers: sums are those of a group in ascending order, without fused multiply-adds, so all
 // instructions give the same bits. tests/engine/backends/cpu/rounding.py says the same in torch.
 
-constexpr int AT_ONCE = 16, MAX_GROUPS = SUPER_GROUP / GROUP;
+constexpr int AT_ONCE = 16, MAX_GROUPS = SUPER_GROUP / GROUP, MAX_SCALES = 2 * MAX_GROUPS;
 
 static inline Floats within(Floats v, float least, float most) { return min(max(v, broadcast(least)), broadcast(most)); }
 
@@ -17,10 +17,10 @@ struct Group {
     Floats weights[GROUP], lowest, highest;
 };
 
-// Numbers of up to 8 groups: in fp16, or integers times one number in fp16.
+// Numbers of up to 8 groups or 16 halves: in fp16, or integers times one number in fp16.
 struct Numbers {
-    Floats values[MAX_GROUPS];  // as they are rounded
-    Ints integers[MAX_GROUPS];
+    Floats values[MAX_SCALES];  // as they are rounded
+    Ints integers[MAX_SCALES];
     uint16_t halves[AT_ONCE];
 };
 
@@ -54,27 +54,56 @@ static Floats rounded_to_halves(Floats exact, uint16_t* halves) {
     return load(values, 16);
 }
 
-static void round_numbers(const Floats* exact, const CodeFormat& format, Numbers& numbers) {
+// Round `num` numbers of a super group, or the one of a group without sub-scales.
+static void round_numbers(const Floats* exact, int num, const CodeFormat& format, Numbers& numbers) {
     if (!format.sub_group) {
         numbers.values[0] = rounded_to_halves(exact[0], numbers.halves);
         return;
     }
     Floats largest = magnitude(exact[0]);
-    for (int i = 1; i < MAX_GROUPS; i++) largest = max(largest, magnitude(exact[i]));
+    for (int i = 1; i < num; i++) largest = max(largest, magnitude(exact[i]));
     const Floats units = rounded_to_halves(largest / broadcast(LARGEST), numbers.halves);
     const Floats divisor = where_above(units, Floats{}, units, broadcast(1));
-    for (int i = 0; i < MAX_GROUPS; i++) {
+    for (int i = 0; i < num; i++) {
         numbers.integers[i] = rounded(within(exact[i] / divisor, -LARGEST, LARGEST));
         numbers.values[i] = floats_of(numbers.integers[i]) * units;
     }
 }
 
-// Return the largest weight by magnitude, the first of these.
-static inline Floats largest_weight(const Group& group) {
-    Floats largest = group.weights[0];
-    for (int k = 1; k < GROUP; k++)
-        largest = where_above(magnitude(group.weights[k]), magnitude(largest), group.weights[k], largest);
+// Return the largest of `num` weights by magnitude, the first of these.
+static inline Floats largest_of(const Floats* weights, int num) {
+    Floats largest = weights[0];
+    for (int k = 1; k < num; k++)
+        largest = where_above(magnitude(weights[k]), magnitude(largest), weights[k], largest);
     return largest;
+}
+
+// Return a scale of `num` weights, whose codes are zero + w / scale: that by which the largest weight is a code at its
+// end or, with shares, one with a small weighted squared error. ROUNDS regressions follow from each of ZERO_STARTS, by
+// which many codes more the largest weight lies from the zero; the first scale with the smallest error is returned.
+static Floats scale_of(const Floats* weights, const float* shares, int num, float zero) {
+    const Floats largest = largest_of(weights, num), tiny = broadcast(TINY);
+    if (!shares) return largest / broadcast(-zero);
+    Floats best{}, best_gain{};
+    for (int i = 0; i < NUM_STARTS; i++) {
+        Floats scale = largest / broadcast(-(zero + ZERO_STARTS[i])), gain{};
+        for (int round = 0; round < ROUNDS; round++) {
+            const Floats inverse = inverse_of(scale, TINY);
+            Floats sum_qx{}, sum_qq{};
+            for (int k = 0; k < num; k++) {
+                const Floats code = whole(within(weights[k] * inverse, -zero, zero - 1));
+                const Floats weighted = code * broadcast(shares[k]);
+                sum_qx = sum_qx + weighted * weights[k];
+                sum_qq = sum_qq + weighted * code;
+            }
+            scale = where_above(sum_qq, tiny, sum_qx / max(sum_qq, tiny), scale);
+            gain = where_above(sum_qq, tiny, scale * sum_qx, Floats{});
+        }
+        if (i == 0) best = scale;
+        best = where_above(gain, best_gain, scale, best);
+        best_gain = max(best_gain, gain);
+    }
+    return best;
 }
 
 // A scale and a least value above a group's lowest weight, and the weighted squared error of the codes that gave both.
@@ -152,18 +181,18 @@ static Floats fitted_scale(const Group& group, const float* shares, float most, 
     return where_above(sum_qq, tiny, best, scale);
 }
 
-// Write the codes of 16 outputs of a group to their places in words.
-static void write_codes(const Group& group, Floats scale, Floats offset, const CodeFormat& format, uint8_t* upper,
-                        uint8_t* lower) {
-    const Floats inverse = inverse_of(scale, 0);
+// Write the codes of 16 outputs of a group, of which each half has a scale and an offset, to their places in words.
+static void write_codes(const Group& group, const Floats* scales, const Floats* offsets, const CodeFormat& format,
+                        uint8_t* upper, uint8_t* lower) {
+    const Floats inverses[2] = {inverse_of(scales[0], 0), inverse_of(scales[1], 0)};
     const float most = (1 << format.bits) - 1;
     const int bits = format.lower_bits(), upper_bits = format.upper_bits(), parts = 8 / bits;
     Ints uppers[2] = {};
     for (int part = 0; part < GROUP / 4; part += parts) {
         Ints word{};
         for (int i = 0; i < 4 * parts; i++) {
-            const int byte = i % 4, its_part = part + i / 4;
-            const Floats code = within((group.weights[4 * part + i] + offset) * inverse, 0, most);
+            const int byte = i % 4, its_part = part + i / 4, half = its_part * 8 / GROUP;
+            const Floats code = within((group.weights[4 * part + i] + offsets[half]) * inverses[half], 0, most);
             const Ints all = rounded(code), above = all >> bits;
             word = word + ((all - (above << bits)) << (byte * 8 + i / 4 * bits));
             if (upper_bits) {
@@ -195,29 +224,32 @@ static void drop_lone(const Group& group, Floats scale, const CodeFormat& format
 template <class Element>
 static void round_outputs(const Rounding& r, const Element* rows, int64_t num, int column, uint8_t* to) {
     const CodeFormat& f = r.format;
-    const int num_groups = f.num_groups();
+    const int num_groups = f.num_groups(), num_scales = f.sub_group == 16 ? 2 : 1, size = GROUP / num_scales;
     const float most = (1 << f.bits) - 1, zero = 1 << f.log_zero();
     Group groups[MAX_GROUPS];
     for (int64_t k = 0; k < r.num_in; k += num_groups * GROUP) {
         Numbers scales, others;
-        Floats exact[MAX_GROUPS], leasts[MAX_GROUPS];
+        Floats exact[MAX_SCALES], leasts[MAX_GROUPS];
         bool finite[AT_ONCE];
         __builtin_memset(finite, true, sizeof finite);
         for (int i = 0; i < num_groups; i++) {
             load_group(rows + k + i * GROUP, r.num_in, num, finite, groups[i]);
             leasts[i] = groups[i].lowest;
-            if (f.grouping == SCALES) exact[i] = largest_weight(groups[i]) / broadcast(-zero);
-            else if (r.shares) fit(groups[i], r.shares + k + i * GROUP, most, exact[i], leasts[i]);
+            const float* shares = r.shares ? r.shares + k + i * GROUP : nullptr;
+            if (f.grouping == SCALES)
+                for (int j = 0, at = 0; j < num_scales; j++, at += size)
+                    exact[i * num_scales + j] = scale_of(groups[i].weights + at, shares ? shares + at : shares, size, zero);
+            else if (shares) fit(groups[i], shares, most, exact[i], leasts[i]);
         }
         if (f.grouping != SCALES) {
-            round_numbers(leasts, f, others);
+            round_numbers(leasts, num_groups, f, others);
             for (int i = 0; i < num_groups; i++) {
                 const Floats least = others.values[i], span = max(groups[i].highest - least, Floats{});
                 exact[i] = r.shares ? fitted_scale(groups[i], r.shares + k + i * GROUP, most, exact[i], least)
                                     : span / broadcast(most);
             }
         }
-        round_numbers(exact, f, scales);
+        round_numbers(exact, num_groups * num_scales, f, scales);
         for (int i = 0; i < AT_ONCE; i++)
             if (!finite[i]) scales.halves[i] = 0x7e00;  // NaN
         if (f.grouping != SCALES)
@@ -227,13 +259,18 @@ static void round_outputs(const Rounding& r, const Element* rows, int64_t num, i
         if (f.num_others()) __builtin_memcpy(to + COLUMNS * 2 + at, others.halves, sizeof others.halves);
         to += head;
         for (int i = 0; i < num_groups; i++, to += f.group_bytes()) {
+            const Floats* its = scales.values + i * num_scales;
             if (f.sub_group) {
-                store_bytes(to + column, scales.integers[i]);
-                store_bytes(to + COLUMNS + column, others.integers[i]);
+                for (int j = 0; j < num_scales; j++)
+                    store_bytes(to + j * COLUMNS + column, scales.integers[i * num_scales + j]);
+                if (f.num_others()) store_bytes(to + COLUMNS + column, others.integers[i]);
             }
             uint8_t* upper = to + f.numbers_bytes() + column * 4;
-            const Floats offset = f.grouping == SCALES ? scales.values[i] * broadcast(zero) : Floats{} - others.values[i];
-            write_codes(groups[i], scales.values[i], offset, f, upper, upper + f.upper_bytes());
+            const Floats both[2] = {its[0], its[num_scales - 1]};
+            Floats offsets[2];
+            for (int j = 0; j < 2; j++)
+                offsets[j] = f.grouping == SCALES ? both[j] * broadcast(zero) : Floats{} - others.values[i];
+            write_codes(groups[i], both, offsets, f, upper, upper + f.upper_bytes());
         }
     }
 }

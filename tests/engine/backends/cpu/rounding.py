@@ -12,6 +12,7 @@ from gptserve.weights.quantized.coded import GROUP, SUPER_GROUP, CodedWeight, Co
 
 _MAX_HALF, _LARGEST, _TINY = 65504.0, 127, 1e-30
 _MAX_WEIGHT = 2e9
+_ZERO_STARTS = (0.0, -2.0, 2.0)
 
 
 def quantize_groups(rows: Tensor, its: CodeFormat, squares: Tensor | None = None) -> CodedWeight:
@@ -19,15 +20,15 @@ def quantize_groups(rows: Tensor, its: CodeFormat, squares: Tensor | None = None
 
     With scales alone the largest weight of a group is a code at its end; with least values the largest and the least.
     With sub-scales there are least values, which are rounded before the scales. Weights too close for any scale are 0.
-    With `squares`, fp32 [in], the means of the squares that a weight's inputs have, scales and least values are instead
+    With `squares`, fp32 [in], the means of the squares that a weight's inputs have, the numbers of groups are instead
     those of a small sum of the squared errors of products, as if no two inputs had to do with each other.
     """
     groups, most = rows.float().view(len(rows), -1, GROUP), (1 << its.bits) - 1
     is_finite = groups.isfinite().all(2)
     groups = torch.where(is_finite[..., None], groups, 0.0).clamp(-_MAX_WEIGHT, _MAX_WEIGHT)
     if its.kind == "scales":
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
-        scales = _Numbers.of(largest / -its.zero, its)
+        groups = groups.view(len(rows), -1, its.sub_group or GROUP)
+        scales = _Numbers.of(_scales(groups, squares, its.zero), its)
         offsets, others = scales.values * its.zero, None
     else:
         if squares is None:
@@ -46,8 +47,35 @@ def quantize_groups(rows: Tensor, its: CodeFormat, squares: Tensor | None = None
     has_meaning = is_finite.view(len(rows), -1, per_half).all(2)
     halves = torch.where(has_meaning, scales.halves, torch.nan)
     if others is None:
-        return CodedWeight(its, rows.dtype, codes.flatten(1), halves)
+        return CodedWeight(its, rows.dtype, codes.flatten(1), halves, sub_scales=scales.integers)
     return CodedWeight(its, rows.dtype, codes.flatten(1), halves, others.halves, scales.integers, others.integers)
+
+
+def _scales(groups: Tensor, squares: Tensor | None, zero: int) -> Tensor:
+    """Return scales [rows, groups] of groups [rows, groups, size], whose codes are zero + w / scale.
+
+    The largest weight is a code at its end or, with squares of inputs, somewhere near, where the weighted squared error
+    is small: _Fit.ROUNDS regressions follow from each of _ZERO_STARTS, and one has the scale with the smallest error.
+    """
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
+    if squares is None:
+        return largest / -zero
+    weights = shares_of(squares).view(-1, groups.shape[2])
+    best, best_gains = None, torch.zeros_like(largest)
+    for start in _ZERO_STARTS:
+        scales, gains = largest / -(zero + start), torch.zeros_like(largest)
+        for _ in range(_Fit.ROUNDS):
+            inverse = torch.where(scales.abs() > _TINY, 1 / scales, 0.0)
+            codes = (groups * inverse[..., None]).clamp_(-zero, zero - 1).round_()
+            weighted = codes * weights
+            sum_qx, sum_qq = (_sums(its.permute(2, 0, 1)) for its in (weighted * groups, weighted * codes))
+            is_new = sum_qq > _TINY
+            scales = torch.where(is_new, sum_qx / sum_qq.clamp(min=_TINY), scales)
+            gains = torch.where(is_new, scales * sum_qx, 0.0)
+        best = scales if best is None else torch.where(gains > best_gains, scales, best)
+        best_gains = torch.maximum(best_gains, gains)
+    assert best is not None
+    return best
 
 
 class _Fit:
@@ -135,7 +163,7 @@ class _Numbers:
         if not its.sub_group:
             halves = _halves(exact)
             return cls(halves.float(), halves)
-        supers = exact.view(len(exact), -1, SUPER_GROUP // GROUP)
+        supers = exact.view(len(exact), -1, SUPER_GROUP // its.sub_group)
         halves = _halves(supers.abs().amax(2) / _LARGEST)
         units = halves.float()[..., None]
         integers = (supers / torch.where(units > 0, units, 1.0)).round_().clamp_(-_LARGEST, _LARGEST)

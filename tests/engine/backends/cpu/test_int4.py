@@ -17,9 +17,8 @@ from tests.engine.backends.cpu.rounding import quantize_groups
 
 FORMATS = [CodeFormat(bits, kind) for bits in (4, 8) for kind in ("scales", "scales and leasts")]
 LEASTS = [CodeFormat(bits, "scales and leasts", sub) for bits in (4, 5) for sub in (0, 32)]
-FORMATS += [its for its in LEASTS if its not in FORMATS]
+FORMATS += [*(its for its in LEASTS if its not in FORMATS), CodeFormat(6, "scales", 16)]
 of_all = pytest.mark.parametrize("its", FORMATS, ids=lambda its: f"{its.bits}-{its.kind}-{its.sub_group}")
-with_leasts = pytest.mark.parametrize("its", LEASTS, ids=lambda its: f"{its.bits}-{its.sub_group}")
 needs_library = pytest.mark.skipif(not native.is_available(), reason="the compiled library is missing")
 
 
@@ -97,7 +96,7 @@ def test_what_is_packed_is_bit_for_bit_what_a_slow_twin_finds(
             assert packed(found) == packed(NativeCodedLinear(twin, None))
 
 
-@with_leasts
+@of_all
 def test_products_have_far_smaller_errors_where_inputs_are_known(its: CodeFormat) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 512), torch.randn(256, 512) * torch.rand(512) ** 3
@@ -106,7 +105,7 @@ def test_products_have_far_smaller_errors_where_inputs_are_known(its: CodeFormat
         (x @ quantize_groups(weight, its, known).values(slice(0, 64)).T - exact).norm()
         for known in (None, torch.zeros(512), squares)
     ]
-    assert errors[1] < 0.99 * errors[0]
+    assert errors[1] < (0.99 if its in LEASTS else 1) * errors[0]
     assert errors[2] < 0.9 * errors[1]
 
 
