@@ -14,6 +14,8 @@ from gptserve.server.jobs.job import BackgroundJob, OwnerAndKey, not_found
 from gptserve.server.jobs.records import StoredJob
 from gptserve.server.jobs.sharing import SharedJob, Sharing
 
+PAGE = 64  # completions that are looked up at once: a millisecond of the event loop
+
 
 class Mirror:
     """The index in step with the store. What runs here is not asked for: this server knows it best."""
@@ -46,10 +48,19 @@ class Mirror:
                     self._index.give_key(job)
 
     async def refresh_all(self) -> None:
-        """Look up all completions. Raises JobStoreError."""
-        if self._sharing is not None:
-            known, asked_at = [job.completion_id for job in self._index], time.monotonic()
-            self._note(await self._sharing.find_all(), known, asked_at)
+        """Look up all completions that may have changed, some at a time. Raises JobStoreError."""
+        if self._sharing is None:
+            return
+        known, asked_at = {job.completion_id for job in self._index}, time.monotonic()
+        there = await self._sharing.ids()
+        asked = [completion_id for completion_id in there if self._may_have_changed(completion_id)]
+        for begin in range(0, len(asked), PAGE):
+            await self.refresh_some(asked[begin : begin + PAGE])
+        self._note((), known.difference(there), asked_at)
+
+    def _may_have_changed(self, completion_id: str) -> bool:
+        job = self._index.get(completion_id)
+        return job is None or (job.running is None and not job.has_ended)
 
     def adopt(self, shared: SharedJob, asked_at: float) -> BackgroundJob:
         """Return the job of a completion as the store had it when it was asked, unless more is known."""
@@ -75,7 +86,9 @@ class Mirror:
         there = {self.adopt(shared, asked_at).completion_id for shared in found}
         for completion_id in asked:
             job = self._index.get(completion_id)
-            if job is not None and job.running is None and completion_id not in there:
+            if job is None or job.running is not None or asked_at < job.known_at:
+                continue
+            if completion_id not in there:
                 self._index.remove(job)
                 job.is_elsewhere, job.error = False, job.error or not_found(completion_id)
                 job.wake_readers()

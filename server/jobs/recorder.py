@@ -99,6 +99,7 @@ class Recorder:
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
             status, error = "failed", error if status == "failed" else failure.fresh()
         job.status, job.error, job.finished_at, job.is_elsewhere = status, error, finished_at, False
+        job.known_at = time.monotonic()
         self._on_end(job)
         job.wake_readers()
 

@@ -69,14 +69,14 @@ class Sharing(Protocol):
     async def cancel(self, completion_id: str) -> None:
         """Ask whoever has the lease of a completion to end it, or whoever claims it."""
 
+    async def ids(self) -> list[str]:
+        """Return the ids of all completions, in the order of JobStore.load."""
+
     async def find(self, completion_ids: Collection[str]) -> list[SharedJob]:
-        """Return the completions with these ids that exist."""
+        """Return the completions with these ids that exist, in the order of JobStore.load."""
 
     async def find_by_key(self, owner: str | None, key: str) -> SharedJob | None:
         """Return the completion that has an idempotency key of an owner; one that failed has it no more."""
-
-    async def find_all(self) -> list[SharedJob]:
-        """Return all completions, in the order of JobStore.load."""
 
 
 FORGOTTEN_AFTER_S = 600.0  # a rollout that replaces servers one by one still has some of the former version

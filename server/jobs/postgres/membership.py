@@ -74,6 +74,10 @@ class Membership(Sharing):
         """Ask for the end of a completion."""
         await self._change(sql.CANCEL, self._others, id=completion_id)  # a row that is locked delays no renewal
 
+    async def ids(self) -> list[str]:
+        """Return the ids of all completions."""
+        return [completion_id for (completion_id,) in await self._rows(self._others, sql.IDS)]
+
     async def find(self, completion_ids: Collection[str]) -> list[SharedJob]:
         """Return the completions with these ids that exist."""
         return [*map(sql.to_shared, await self._rows(self._others, sql.FIND, ids=list(completion_ids)))]
@@ -82,10 +86,6 @@ class Membership(Sharing):
         """Return the completion that has an idempotency key of an owner."""
         rows = await self._rows(self._others, sql.FIND_BY_KEY, owner=owner, key=key)
         return sql.to_shared(rows[0]) if rows else None
-
-    async def find_all(self) -> list[SharedJob]:
-        """Return all completions."""
-        return [*map(sql.to_shared, await self._rows(self._others, sql.FIND_ALL))]
 
     async def _rows(self, connections: Connections, statement: str, **values: Any) -> list[tuple[Any, ...]]:
         async def select(connection: AsyncConnection, _: bool) -> list[tuple[Any, ...]]:

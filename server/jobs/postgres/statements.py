@@ -147,12 +147,16 @@ LEFT JOIN LATERAL (
     SELECT n, num_bytes, num_tokens FROM gptserve.batches WHERE completion_id = c.id ORDER BY n DESC LIMIT 1
 ) b ON true
 """
-FIND = f"{_FIND} WHERE c.id = ANY(%(ids)s)"
+_IN_ORDER = "ORDER BY e.finished_at NULLS LAST, c.created, c.id"
+FIND = f"{_FIND} WHERE c.id = ANY(%(ids)s) {_IN_ORDER}"
 FIND_BY_KEY = f"""
 {_FIND} JOIN gptserve.keys k ON k.completion_id = c.id WHERE k.key = %(key)s
 AND (k.owner IS NULL) = (%(owner)s::text IS NULL) AND coalesce(k.owner, '') = coalesce(%(owner)s, '')
 """
-FIND_ALL = f"{_FIND} ORDER BY e.finished_at NULLS LAST, c.created, c.id"
+FIND_ALL = f"{_FIND} {_IN_ORDER}"
+IDS = f"""
+SELECT c.id FROM gptserve.completions c LEFT JOIN gptserve.ends e ON e.completion_id = c.id {_IN_ORDER}
+"""
 
 
 def completion_row(record: CompletionRecord) -> dict[str, Any]:

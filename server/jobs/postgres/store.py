@@ -120,7 +120,7 @@ class PostgresJobStore(JobStore):
         """Return all completions. No earlier version has written such a store, so it has no former owners."""
         await self.open()
         [(self._num_bytes,)] = await self._select(sql.NUM_BYTES)
-        return [shared.stored for shared in await self._membership.find_all()]
+        return [sql.to_shared(row).stored for row in await self._select(sql.FIND_ALL)]
 
     async def read_record(self, completion_id: str) -> CompletionRecord:
         """Return the record of a completion."""

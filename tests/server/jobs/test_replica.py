@@ -312,7 +312,9 @@ def test_one_that_cannot_be_read_fails_and_holds_up_nothing(postgres_url: str, e
             async with started(third):
                 last = await second.begin(max_tokens=100)
                 await third.jobs.cancel(await find(third, last))
-                assert (await find(second, last)).status == "cancelled"
+                while last.running is not None:
+                    await last.wait_for_change()
+                assert last.status == "cancelled"
 
     run(test())
 
@@ -350,5 +352,67 @@ def test_who_cancels_is_told_if_the_end_is_not_stored_soon_and_it_is_later(
                     assert (raised.value.code, raised.value.retry_after_s) == ("journal_unavailable", 5)
             await first.jobs.cancel(job)
             assert job.status == "cancelled"
+
+    run(test())
+
+
+def test_of_all_completions_only_those_that_may_have_changed_are_looked_up(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    find_some = Membership.find
+
+    async def noted(self: Membership, completion_ids: Any) -> Any:
+        asked.extend(completion_ids)
+        return await find_some(self, completion_ids)
+
+    async def test() -> None:
+        async with two(postgres_url) as (first, second):
+            ended, deleted = [await first.begin(max_tokens=1) for _ in range(2)]
+            await first.finish(ended)
+            await first.finish(deleted)
+            running = await first.begin(max_tokens=100)
+            for wanted in ({ended, deleted, running}, {running}):
+                asked.clear()
+                with monkeypatch.context() as patch:
+                    patch.setattr(Membership, "find", noted)
+                    listed = await second.jobs.list_jobs(None, is_operator=False)
+                assert len(listed) == 3
+                assert set(asked) == {job.completion_id for job in wanted}
+            await first.jobs.delete(deleted)
+            left = [job.completion_id for job in await second.jobs.list_jobs(None, is_operator=False)]
+            assert sorted(left) == sorted([ended.completion_id, running.completion_id])
+
+    run(test())
+
+
+def test_a_list_that_was_read_before_a_completion_was_stored_does_not_lose_it(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_ids = Membership.ids
+
+    async def test() -> None:
+        has_read, may_go_on = asyncio.Event(), asyncio.Event()
+
+        async def held(self: Membership) -> list[str]:
+            found = await read_ids(self)
+            has_read.set()
+            await may_go_on.wait()
+            return found
+
+        async with two(postgres_url) as (first, _):
+            monkeypatch.setattr(Membership, "ids", held)
+            with psycopg.connect(postgres_url) as locking:
+                locking.execute("LOCK TABLE gptserve.completions IN SHARE MODE")
+                beginning = asyncio.create_task(first.begin(max_tokens=1))
+                while not first.jobs.counts():  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                listing = asyncio.create_task(first.jobs.list_jobs(None, is_operator=False))
+                await has_read.wait()
+            job = await beginning
+            await first.finish(job)
+            may_go_on.set()
+            assert await listing == [job]
+            assert tokens(await first.read(job)) == list(b"a")
 
     run(test())
