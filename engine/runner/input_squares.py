@@ -1,8 +1,8 @@
-"""How large the inputs of a model's linears are, which decides where the errors of its 4-bit codes may lie.
+"""How large the inputs of a model's linears are, which decides where the errors of its codes may lie.
 
 A model that is to become such codes is loaded twice. The first one has the nearest codes and computes a few token ids
 that are drawn at random, the same ones each time: what text they are matters little, as the channels that are large
-for one are so for all. ModelRunner calls it; backends/cpu/int4.py takes what it finds.
+for one are so for all. ModelRunner calls it; backends/cpu/int8.py and int4.py take what it finds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gptserve.engine.config import EngineConfig
+from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.layout import Span, lay_out
@@ -46,8 +46,8 @@ class _Recorded:
 class _RecordedLinears(Linears):
     """Linears that add up the squares of the inputs of those in layers. A LinearMaker."""
 
-    def __init__(self, memory: HugePages, num_layers: int) -> None:
-        super().__init__(quantization="int4", memory=memory, num_layers=num_layers)
+    def __init__(self, quantization: Quantization, memory: HugePages, num_layers: int) -> None:
+        super().__init__(quantization, memory, num_layers=num_layers)
         self.recorded: dict[str, _Recorded] = {}
 
     def make(self, name: str, affine: Affine) -> Linear:
@@ -60,10 +60,10 @@ class _RecordedLinears(Linears):
 def linears_of(config: EngineConfig, setup: Setup, progress: Progress | None) -> tuple[Linears, Progress | None]:
     """Return what makes the linears of a model, and what its weights' bytes are to be told.
 
-    In int4 this reads the weights once before, which counts as the first half of all bytes.
+    For codes this reads the weights once before, which counts as the first half of all bytes.
     """
     memory, squares = take_populated(), dict[str, Tensor]()
-    if config.requantization == "int4":
+    if config.requantization is not None:
         squares = input_squares(config, setup, memory, progress and _half_of(progress, 0))
         progress = progress and _half_of(progress, 1)
     options = HugePages(memory), setup.products.call_rows, squares, setup.model.num_layers
@@ -84,9 +84,12 @@ def input_squares(
 ) -> dict[str, Tensor]:
     """Return the means of the squares of the inputs of each linear in a layer and of the head, fp32 [in], by its name.
 
-    An expert that no token chose has zeros. `memory` may be used again for the same weights, in the same order.
+    They are those in layers, and the head, if there is one. An expert that no token chose has zeros. `memory` may be
+    used again for the same weights, in the same order.
     """
-    model, linears = setup.model, _RecordedLinears(HugePages(memory), setup.model.num_layers)
+    assert config.requantization is not None
+    model = setup.model
+    linears = _RecordedLinears(config.requantization, HugePages(memory), model.num_layers)
     decoder = Decoder(model, setup.stream(progress), setup.backend, linears, operations=setup.operations)
     num_tokens = min(MAX_TOKENS, config.max_model_len or model.max_position)
     decoder.set_max_model_len(num_tokens)

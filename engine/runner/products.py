@@ -131,7 +131,7 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
             its = group_format(weight_type, weight.shape[1])
             return NativeInt4Linear(weight, its, *others, affine.out_dtype, memory=memory, squares=options.squares)
         case "torch_coded":
-            return DenseInt8Linear(*terms, affine.out_dtype)
+            return DenseInt8Linear(*terms, affine.out_dtype, options.squares)
         case "onednn":
             return PackedLinear(*terms)
         case "torch":

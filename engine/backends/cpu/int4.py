@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.int8 import shares_of
 from gptserve.engine.backends.cpu.linear import NativeCodedLinear
 from gptserve.engine.model.linear import Weight
 from gptserve.weights.config import Activation
@@ -22,14 +23,6 @@ from gptserve.weights.quantized.coded import CodeFormat
 
 _PIECE_ELEMENTS = 2**18
 """As many weights are rounded in a call: threads share them evenly."""
-_FLOOR = 0.03
-"""What the least square of an input counts as, in means of all: other tokens than those that were tried may use it."""
-_TINY = 1e-30
-
-
-def shares_of(squares: Tensor) -> Tensor:
-    """Return what an error of a weight of each input counts, fp32 [in], from the means of their squares."""
-    return squares.float() / squares.mean().clamp(min=_TINY) + _FLOOR
 
 
 class NativeInt4Linear(NativeCodedLinear):

@@ -1,9 +1,10 @@
 """Products with weights in int8 in torch, for an installation without a compiler.
 
 Such weights are codes of 8 bits with scales in groups (weights/quantized/coded.py). csrc/rounding.cpp makes the same
-codes, and csrc/groups.cpp computes the same products, bit for bit up to the activation. Elements of a row become codes
-of 8 bits, too, with a scale for each group. What that leaves of the groups with the largest scales, in which most of
-the error is, is multiplied as well.
+codes, and csrc/groups.cpp computes the same products, bit for bit up to the activation. Where the squares of inputs are
+known (runner/input_squares.py), scales are those of small errors of products. Elements of a row become codes of 8 bits,
+too, with a scale for each group. What that leaves of the groups with the largest scales, in which most of the error of
+rows is, is multiplied as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ REMAINDER_STEPS = 2 * STEP
 """The codes of a remainder, which is at most half a scale, are multiples of the scale divided by this."""
 REMAINDER_SHARE = 16
 """One group of a row in this many has a remainder."""
+NUM_SCALES = 16
+"""As many scales of a group are tried where the squares of inputs are known."""
+_FLOOR = 0.03
+"""What the least square of an input counts as, in means of all: other tokens than those that were tried may use it."""
+_TINY = 1e-30
+_HALF_SPLIT = 2**13 + 1
+"""fp32 has 13 bits more than fp16: Veltkamp's split."""
 _MAX_HALF = 65504.0
 _MIN_BOUND = 1e-30
 """In fp32, STEP divided by less is infinite."""
@@ -30,21 +38,57 @@ _ELEMENTS = 2**22
 """As many products with remainders are computed at once."""
 
 
-def quantize_weight(weight: Tensor) -> CodedWeight:
+def shares_of(squares: Tensor) -> Tensor:
+    """Return what an error of a weight of each input counts, fp32 [in], from the means of their squares."""
+    return squares.float() / squares.mean().clamp(min=_TINY) + _FLOOR
+
+
+def quantize_weight(weight: Tensor, shares: Tensor | None = None) -> CodedWeight:
     """Return a weight [out, in], with in a multiple of GROUP, as codes. A group's largest weight is a code at its end.
 
-    The scale of a group that is not finite is NaN.
+    With `shares`, fp32 [in], scales are those of `fitted_scales`. The scale of a group that is not finite is NaN.
     """
     groups = _groups(weight.float())
     is_finite = groups.isfinite().all(2)
     groups = torch.where(is_finite[..., None], groups, 0.0)
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
-    halves = ((largest / -FORMAT.zero).clamp(-_MAX_HALF, _MAX_HALF) + 0.0).half()  # no -0
+    exact = largest_weights(groups) / -FORMAT.zero if shares is None else fitted_scales(groups, shares, FORMAT)
+    halves = (exact.clamp(-_MAX_HALF, _MAX_HALF) + 0.0).half()  # no -0
     scales = halves.float()
     inverse = torch.where(scales != 0, 1 / scales, 0.0)
     codes = (groups + (scales * FORMAT.zero)[..., None]) * inverse[..., None]
     codes = codes.round_().clamp_(0, 2 * FORMAT.zero - 1).to(torch.uint8)
     return CodedWeight(FORMAT, weight.dtype, codes.flatten(1), torch.where(is_finite, halves, torch.nan))
+
+
+def largest_weights(groups: Tensor) -> Tensor:
+    """Return the largest weight by magnitude of each group [rows, groups, GROUP], the first of these."""
+    return groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
+
+
+def fitted_scales(groups: Tensor, shares: Tensor, its: CodeFormat) -> Tensor:
+    """Return scales, fp32 [rows, groups], of groups [rows, groups, GROUP], with small squared errors of products.
+
+    The error of a weight counts what `shares`, fp32 [in], says. The first of NUM_SCALES that are tried makes the
+    largest weight a code at the end, `zero` steps from 0; each after it has zero / 128 steps less.
+    """
+    largest, zero = largest_weights(groups), its.zero
+    counts = shares.view(-1, GROUP)
+    best = least = torch.empty(0)
+    for i in range(NUM_SCALES):
+        steps = zero - i * zero / 128
+        exact = largest / -steps
+        above = exact * _HALF_SPLIT
+        scales = above - (above - exact)  # what fp16 has of them
+        inverse = torch.where(scales.abs() > _TINY, 1 / scales, 0.0)
+        errors = torch.zeros_like(exact)
+        for k in range(GROUP):
+            multiples = groups[:, :, k] * inverse
+            left = multiples - multiples.round().clamp(max=zero - 1)
+            errors += left * left * counts[:, k]
+        errors *= 1 / (steps * steps)
+        best = exact if i == 0 else torch.where(errors < least, exact, best)
+        least = errors if i == 0 else torch.minimum(errors, least)
+    return best
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,10 +149,12 @@ class DenseInt8Linear:
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
+        squares: Tensor | None = None,
     ) -> None:
         self.dtype, self._num_in = weight.dtype, weight.shape[1]
         self._padding = 0, -self._num_in % GROUP
-        self._weight = quantize_weight(functional.pad(weight, self._padding))
+        shares = None if squares is None else functional.pad(shares_of(squares), self._padding)
+        self._weight = quantize_weight(functional.pad(weight, self._padding), shares)
         self._bias, self._activation = None if bias is None else bias.float(), activation
         self._out_dtype = out_dtype or weight.dtype
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.config import EngineConfig
+from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.layout import Span, lay_out
@@ -24,6 +24,7 @@ from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the compiled library is missing")
+of_both = pytest.mark.parametrize("quantization", ["int8", "int4"])
 NAMES = ("Llama, biases, own head size, tied", "Mixtral, past its window")
 
 
@@ -62,10 +63,11 @@ def exact_inputs(setup: Setup) -> dict[str, list[Tensor]]:
     return maker.inputs
 
 
+@of_both
 @pytest.mark.parametrize("name", NAMES)
-def test_they_are_nearly_those_of_the_exact_weights(name: str, tmp_path: Path) -> None:
+def test_they_are_nearly_those_of_the_exact_weights(name: str, quantization: Quantization, tmp_path: Path) -> None:
     write_model(tmp_path, *SHAPES[name])
-    config = EngineConfig(tmp_path, device="cpu", dtype="float32", quantization="int4")
+    config = EngineConfig(tmp_path, device="cpu", dtype="float32", quantization=quantization)
     with torch.inference_mode():
         setup = set_up(config, WHOLE, 1)
         found, exact = input_squares(config, setup), exact_inputs(setup)
@@ -80,9 +82,13 @@ def test_they_are_nearly_those_of_the_exact_weights(name: str, tmp_path: Path) -
             assert torch.corrcoef(torch.stack([squares, expected]))[0, 1] > 0.8
 
 
-def test_memory_is_used_twice_and_the_weights_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@of_both
+def test_memory_is_used_twice_and_the_weights_are_the_same(
+    quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model(tmp_path, *SHAPES[NAMES[0]])
-    config, told = EngineConfig(tmp_path, device="cpu", dtype="float32", quantization="int4"), list[tuple[int, int]]()
+    config = EngineConfig(tmp_path, device="cpu", dtype="float32", quantization=quantization)
+    told = list[tuple[int, int]]()
     packed = list[list[Tensor]]()
     with torch.inference_mode():
         setup = set_up(config, WHOLE, 1)

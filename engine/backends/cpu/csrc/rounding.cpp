@@ -7,7 +7,8 @@
 constexpr float MAX_HALF = 65504, MAX_WEIGHT = 2e9f;  // no weight is above 127 * 256 * MAX_HALF
 constexpr float LARGEST = 127;                        // the largest integer of a group
 constexpr float TINY = 1e-30f;                        // no scale, square or spread that matters is less
-constexpr int ROUNDS = 2, NUM_STARTS = 3;
+constexpr float HALF_SPLIT = (1 << 13) + 1;           // as fp32 has 13 bits more than fp16 (Veltkamp's split)
+constexpr int NUM_SCALES = 16, ROUNDS = 2, NUM_STARTS = 3;
 constexpr float STARTS[NUM_STARTS] = {1, 0, -1}, ZERO_STARTS[NUM_STARTS] = {0, -2, 2};
 
 struct Rounding {

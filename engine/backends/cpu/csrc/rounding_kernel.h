@@ -106,6 +106,27 @@ static Floats scale_of(const Floats* weights, const float* shares, int num, floa
     return best;
 }
 
+// Seek a scale as scale_of does, but of codes of 8 bits, of which some scale nearly has the few weights that count most. The
+// first of NUM_SCALES makes the largest weight a code at the end, `zero` steps from 0; each after it has zero / 128 steps less.
+static Floats sought_scale(const Floats* weights, const float* shares, int num, float zero) {
+    const Floats largest = largest_of(weights, num);
+    Floats best{}, least{};
+    for (int i = 0; i < NUM_SCALES; i++) {
+        const float steps = zero - i * zero / 128;
+        const Floats exact = largest / broadcast(-steps), above = exact * broadcast(HALF_SPLIT);
+        const Floats inverse = inverse_of(above - (above - exact), TINY);  // of what fp16 has of the scale
+        Floats error{};
+        for (int k = 0; k < num; k++) {
+            const Floats multiple = weights[k] * inverse, left = multiple - whole(min(multiple, broadcast(zero - 1)));
+            error = error + left * left * broadcast(shares[k]);
+        }
+        error = error * broadcast(1.0 / (steps * steps));
+        best = i == 0 ? exact : where_above(least, error, exact, best);
+        least = i == 0 ? error : min(least, error);
+    }
+    return best;
+}
+
 // A scale and a least value above a group's lowest weight, and the weighted squared error of the codes that gave both.
 struct Line {
     Floats scale, least, error;
@@ -237,8 +258,10 @@ static void round_outputs(const Rounding& r, const Element* rows, int64_t num, i
             leasts[i] = groups[i].lowest;
             const float* shares = r.shares ? r.shares + k + i * GROUP : nullptr;
             if (f.grouping == SCALES)
-                for (int j = 0, at = 0; j < num_scales; j++, at += size)
-                    exact[i * num_scales + j] = scale_of(groups[i].weights + at, shares ? shares + at : shares, size, zero);
+                for (int j = 0, at = 0; j < num_scales; j++, at += size) {
+                    const auto sought = shares && f.bits == 8 ? sought_scale : scale_of;
+                    exact[i * num_scales + j] = sought(groups[i].weights + at, shares ? shares + at : shares, size, zero);
+                }
             else if (shares) fit(groups[i], shares, most, exact[i], leasts[i]);
         }
         if (f.grouping != SCALES) {

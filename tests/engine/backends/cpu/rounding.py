@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptserve.engine.backends.cpu.int4 import shares_of
+from gptserve.engine.backends.cpu.int8 import fitted_scales, largest_weights, shares_of
 from gptserve.weights.quantized.coded import GROUP, SUPER_GROUP, CodedWeight, CodeFormat
 
 _MAX_HALF, _LARGEST, _TINY = 65504.0, 127, 1e-30
@@ -28,7 +28,7 @@ def quantize_groups(rows: Tensor, its: CodeFormat, squares: Tensor | None = None
     groups = torch.where(is_finite[..., None], groups, 0.0).clamp(-_MAX_WEIGHT, _MAX_WEIGHT)
     if its.kind == "scales":
         groups = groups.view(len(rows), -1, its.sub_group or GROUP)
-        scales = _Numbers.of(_scales(groups, squares, its.zero), its)
+        scales = _Numbers.of(_scales(groups, squares, its), its)
         offsets, others = scales.values * its.zero, None
     else:
         if squares is None:
@@ -51,15 +51,18 @@ def quantize_groups(rows: Tensor, its: CodeFormat, squares: Tensor | None = None
     return CodedWeight(its, rows.dtype, codes.flatten(1), halves, others.halves, scales.integers, others.integers)
 
 
-def _scales(groups: Tensor, squares: Tensor | None, zero: int) -> Tensor:
+def _scales(groups: Tensor, squares: Tensor | None, its: CodeFormat) -> Tensor:
     """Return scales [rows, groups] of groups [rows, groups, size], whose codes are zero + w / scale.
 
     The largest weight is a code at its end or, with squares of inputs, somewhere near, where the weighted squared error
     is small: _Fit.ROUNDS regressions follow from each of _ZERO_STARTS, and one has the scale with the smallest error.
+    Codes of 8 bits have those of `fitted_scales`.
     """
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
+    largest, zero = largest_weights(groups), its.zero
     if squares is None:
         return largest / -zero
+    if its.bits == 8:
+        return fitted_scales(groups, shares_of(squares), its)
     weights = shares_of(squares).view(-1, groups.shape[2])
     best, best_gains = None, torch.zeros_like(largest)
     for start in _ZERO_STARTS:

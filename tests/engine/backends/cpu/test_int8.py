@@ -14,12 +14,14 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.int4 import NativeInt4Linear
 from gptserve.engine.backends.cpu.int8 import (
     FORMAT,
+    NUM_SCALES,
     REMAINDER_STEPS,
     DenseInt8Linear,
     add_remainders,
     group_sums,
     quantize_rows,
     quantize_weight,
+    shares_of,
 )
 from gptserve.engine.backends.cpu.linear import PackedRows
 from gptserve.engine.model.linear import Affine
@@ -83,6 +85,22 @@ def test_a_weight_is_the_nearest_codes(dtype: torch.dtype) -> None:
     assert values[5, :GROUP].isnan().all()
 
 
+def test_scales_are_those_of_the_least_weighted_error_of_all_that_are_tried() -> None:
+    torch.manual_seed(0)
+    weight, shares = torch.randn(20, 64), shares_of(torch.rand(64) ** 6)
+    groups, counts = weight.view(20, 2, GROUP), shares.view(2, GROUP)
+
+    def errors(scales: Tensor) -> Tensor:
+        codes = (groups / scales[..., None]).round().clamp(-128, 127)
+        return ((groups - codes * scales[..., None]).square() * counts).sum(2)
+
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
+    tried = [errors((largest / (i - 128)).half().float()) for i in range(NUM_SCALES)]
+    found = errors(quantize_weight(weight, shares).scales.float())
+    assert (found <= 1.02 * torch.stack(tried).amin(0)).all()
+    assert found.sum() < 0.7 * tried[0].sum()
+
+
 def test_a_row_is_its_codes_and_their_remainders_times_its_scales() -> None:
     x = rows_of_all_kinds(640, torch.float32)[7:]
     codes, rest, scales = quantize_rows(x)
@@ -114,10 +132,10 @@ def test_the_kernel_has_the_bits_of_the_definition(
     torch.manual_seed(num_in)
     weight, x = with_outliers(torch.randn(num_out, num_in)).to(dtype), rows_of_all_kinds(num_in, dtype)
     bias, residual = torch.randn(num_out).to(dtype), torch.randn(len(x), num_out)
-    for others in ((None, None), (bias, "relu")):
+    for others, squares in (((None, None), None), ((bias, "relu"), torch.rand(num_in) ** 6)):
         for out_dtype in (None, torch.float32):
-            linear = NativeInt4Linear(weight, FORMAT, *others, out_dtype, variant)
-            dense = DenseInt8Linear(weight, *others, out_dtype)
+            linear = NativeInt4Linear(weight, FORMAT, *others, out_dtype, variant, squares=squares)
+            dense = DenseInt8Linear(weight, *others, out_dtype, squares)
             assert_same(linear(x), dense(x))
             assert_same(linear(x, residual), dense(x, residual))
             numbers = torch.arange(0, num_out, 3)
