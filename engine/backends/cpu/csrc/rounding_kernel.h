@@ -106,8 +106,9 @@ static Floats scale_of(const Floats* weights, const float* shares, int num, floa
     return best;
 }
 
-// Seek a scale as scale_of does, but of codes of 8 bits, of which some scale nearly has the few weights that count most. The
-// first of NUM_SCALES makes the largest weight a code at the end, `zero` steps from 0; each after it has zero / 128 steps less.
+// Seek a scale as scale_of does, but of codes of 8 bits, of which some scale nearly has the few weights that count most.
+// The first of NUM_SCALES makes the largest weight a code at the end, `zero` steps from 0; each after it has zero / 128
+// steps less.
 static Floats sought_scale(const Floats* weights, const float* shares, int num, float zero) {
     const Floats largest = largest_of(weights, num);
     Floats best{}, least{};
