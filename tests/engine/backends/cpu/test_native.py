@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import inspect
 import os
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu import attention, draw, native
+from gptserve.engine.backends.cpu import program as programs
 from gptserve.engine.backends.cpu.linear import NativeLinear
 
 pytestmark = pytest.mark.skipif(
@@ -27,6 +30,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMIT_S = 60
+SHARED = 32, "b2abbc122b15ab0b"
+"""The library's version, and the digest of what it has in common with Python, as `in_common` gives it."""
 SPINNING = "import os\nwhile os.getppid() == {parent}: pass"
 
 Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -308,3 +313,24 @@ def test_a_library_of_another_version_is_told_and_not_used(
     monkeypatch.setattr(native, "ABI", native.ABI + 1)
     assert native._load() is None
     assert f"its version is {native.ABI - 1}, not {native.ABI}: install the package again" in caplog.text
+
+
+def test_a_version_is_of_one_set_of_numbers_functions_and_structures() -> None:
+    """Else a library that was built before would take one operation for another, and compute something else."""
+    digest = hashlib.sha256("\n".join(in_common()).encode()).hexdigest()[:16]
+    assert (native.ABI, digest) == SHARED, "raise native.ABI and native_abi() of linear.cpp, then set both here"
+
+
+def in_common() -> list[str]:
+    """Return lines that say what Python and the library both have: orders, arguments and members."""
+    orders = (programs.KINDS, programs.HEAD_GATES, native.ACTIVATIONS, native.CODE_FORMATS, native.BLOCK_TYPES)
+    functions = [
+        f"{name} {[getattr(its, '__name__', None) for its in types]}" for name, types in native.FUNCTIONS.items()
+    ]
+    structures = [
+        f"{name} {[(member, kind.__name__) for member, kind in its._fields_]}"
+        for module in (native, programs, attention, draw)
+        for name, its in inspect.getmembers(module, inspect.isclass)
+        if issubclass(its, ctypes.Structure) and its.__module__ == module.__name__
+    ]
+    return [*map(repr, orders), *functions, *structures]
