@@ -72,7 +72,7 @@ def fitted_scales(groups: Tensor, shares: Tensor, its: CodeFormat) -> Tensor:
     largest weight a code at the end, `zero` steps from 0; each after it has zero / 128 steps less.
     """
     largest, zero = largest_weights(groups), its.zero
-    counts = shares.view(-1, GROUP)
+    weights, counts = groups.permute(2, 0, 1).contiguous(), shares.view(-1, GROUP).T.contiguous()  # strides cost most
     best = least = torch.empty(0)
     for i in range(NUM_SCALES):
         steps = zero - i * zero / 128
@@ -81,10 +81,10 @@ def fitted_scales(groups: Tensor, shares: Tensor, its: CodeFormat) -> Tensor:
         scales = above - (above - exact)  # what fp16 has of them
         inverse = torch.where(scales.abs() > _TINY, 1 / scales, 0.0)
         errors = torch.zeros_like(exact)
-        for k in range(GROUP):
-            multiples = groups[:, :, k] * inverse
-            left = multiples - multiples.round().clamp(max=zero - 1)
-            errors += left * left * counts[:, k]
+        for column, count in zip(weights, counts, strict=True):
+            multiples = column * inverse
+            left = multiples - multiples.round().clamp_(max=zero - 1)
+            errors += left * left * count
         errors *= 1 / (steps * steps)
         best = exact if i == 0 else torch.where(errors < least, exact, best)
         least = errors if i == 0 else torch.minimum(errors, least)
