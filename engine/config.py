@@ -20,7 +20,7 @@ Quantization = Literal["int8", "int4"]
 QuantizationOption = Literal["none", "int8", "int4"]
 """Without any, weights that are stored as codes stay so where that is possible; with "none" they are unpacked."""
 WeightType = Literal["int8", "int4", "int5", "int6"]
-"""What becomes of a weight that is quantized: in int4, some have 5 or 8 bits."""
+"""What becomes of a weight that is quantized: in int4, some have 5, 6 or 8 bits."""
 KVCacheDType = Literal["auto", "int8"]
 """The type of stored keys and values: that of the model, or codes of int8 with a scale for each row of a head."""
 AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
