@@ -106,7 +106,7 @@ class BackgroundJob:
             async with asyncio.timeout(limit_s):
                 await self.changed.wait()
         except TimeoutError as error:
-            raise StoreUnavailableError("the store does not answer; what was asked for is done once it does") from error
+            raise StoreUnavailableError("the store does not answer; the completion ends once it does") from error
         finally:
             self.num_waiting -= 1
 

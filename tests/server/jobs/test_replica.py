@@ -347,11 +347,12 @@ def test_who_cancels_is_told_if_the_end_is_not_stored_soon_and_it_is_later(
                 locking.execute("SELECT FROM gptserve.leases FOR UPDATE")
                 patch.setattr("gptserve.server.jobs.background.END_LIMIT_S", 0.1)
                 for end in (first.jobs.cancel, first.jobs.delete):
-                    with pytest.raises(ServiceError, match="what was asked for is done once it does") as raised:
+                    with pytest.raises(ServiceError, match="the completion ends once it does") as raised:
                         await end(job)
                     assert (raised.value.code, raised.value.retry_after_s) == ("journal_unavailable", 5)
             await first.jobs.cancel(job)
             assert job.status == "cancelled"
+            assert await find(first, job) is job, "it has ended, and is not deleted"
 
     run(test())
 
