@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -160,8 +161,9 @@ def test_any_family_computes_in_int8_and_alone_as_in_a_batch(name: str, tmp_path
     batched, alone, exact = results
     assert batched == alone
     assert batched != exact
-    for (_, found), (_, expected) in zip(batched, exact, strict=True):
-        assert found[0].top[0][1] == pytest.approx(expected[0].top[0][1], abs=0.3)
+    pairs = zip(batched, exact, strict=True)
+    errors = [abs(its[0].top[0][1] - expected[0].top[0][1]) for (_, its), (_, expected) in pairs]
+    assert median(errors) < 0.2, errors  # of a random router a row may choose other experts
 
 
 def test_without_the_kernel_the_numbers_are_the_same_and_a_warning_says_that_it_is_slow(

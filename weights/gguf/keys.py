@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gptserve.weights.errors import InvalidConfigError, shown
+from gptserve.weights.families.family import MAX_LAYERS
 from gptserve.weights.gguf.reader import Header
 
 Fields = dict[str, Any]
@@ -62,8 +63,10 @@ class Keys:
 
     @property
     def num_layers(self) -> int:
-        """The layers without those behind the last one, which predict further tokens."""
+        """The layers without those behind the last one, which predict further tokens. Bounded: lists have so many."""
         num, num_behind = self.size("block_count"), self.count("nextn_predict_layers", 0)
+        if num > MAX_LAYERS:
+            raise self.fault("block_count", f"an integer in [1, {MAX_LAYERS}]")
         if num_behind >= num:
             raise self.fault("nextn_predict_layers", f"an integer in [0, {num})")
         return num - num_behind
