@@ -97,7 +97,7 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
     ("jetmoe",): "has attention whose heads are experts: it is not computed",
     ("kolibri1",): "adds corrections to logits of its routers, not to scores: that is not computed",
     ("mimo_v2_flash",): "has values of another size than its keys: they are not computed",
-    ("exaone", "sarvam_moe"): "is new in transformers, and not computed yet",
+    ("sarvam_moe",): "is new in transformers, and not computed yet",
     ("modernbert-decoder",): "has a layer of its own between its blocks and its head: it is not computed",
     ("reformer",): "attends within buckets of keys that are alike: that is not computed",
     ("xlnet",): "predicts tokens in any order, with positions of each pair of tokens: that is not computed",

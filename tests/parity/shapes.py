@@ -448,6 +448,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {**_DEEP, "pad_token_id": 0, "use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2},
     ),
+    "EXAONE 3": ("exaone", {**_LLAMA, "head_dim": 24}),
+    "EXAONE 3.5, past its first context": (
+        "exaone",
+        {**_LLAMA, "head_dim": 16, "rope_parameters": _ROPE_LLAMA3, "tie_word_embeddings": True},
+    ),
     "EXAONE 4, past its window": ("exaone4", {**_DEEP, "sliding_window": 11}),
     "EXAONE 4 without a window": ("exaone4", {**_LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "GLM 4": ("glm", {**_LLAMA, "head_dim": 16, "pad_token_id": 0, "eos_token_id": [1]}),

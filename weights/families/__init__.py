@@ -22,6 +22,7 @@ from gptserve.weights.families.config_keys import DoubtfulKeys, refuse_unread
 from gptserve.weights.families.cwm import CWM
 from gptserve.weights.families.ernie4_5 import ERNIE4_5
 from gptserve.weights.families.ernie4_5_moe import ERNIE4_5_MOE
+from gptserve.weights.families.exaone import EXAONE
 from gptserve.weights.families.exaone4 import EXAONE4, EXAONE_MOE
 from gptserve.weights.families.falcon import FALCON
 from gptserve.weights.families.family import Family, RawConfig
@@ -121,6 +122,7 @@ FAMILIES: dict[str, Family] = {
             ARCEE,
             CWM,
             ERNIE4_5,
+            EXAONE,
             EXAONE4,
             GLM,
             GLM4,

@@ -395,6 +395,18 @@ def test_internlm3_is_read_under_its_older_names(tmp_path: Path) -> None:
         assert (config.qkv_bias, config.attn_out_bias, config.ffn_bias) == (has_bias,) * 3
 
 
+def test_exaone_3_is_read_under_its_older_names(tmp_path: Path) -> None:
+    fields = {"model_type": "exaone", "vocab_size": 9, "hidden_size": 64, "intermediate_size": 8}
+    fields |= {"num_attention_heads": 8, "max_position_embeddings": 9}
+    older = {"num_layers": 3, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | older))
+    config = load_config(tmp_path, "refuse")
+    assert (config.num_layers, config.norm_eps, config.activation) == (3, 1e-3, "gelu")
+    (tmp_path / "config.json").write_text(json.dumps(fields | older | {"num_hidden_layers": 2}))
+    with pytest.raises(UnsupportedModelError, match="num_layers must be 2, got 3: it is another name of num_hidden_"):
+        load_config(tmp_path)
+
+
 @pytest.mark.parametrize("thetas", [[1e4], [1e4, 1e4, 1e4, 0.5], [1e4, 1e4, 1e4, "0"], 1e4])
 def test_each_layer_of_granite_swash_has_a_base(thetas: object, tmp_path: Path) -> None:
     _, fields = SHAPES["Granite Swash, past its window"]
