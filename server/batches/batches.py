@@ -22,6 +22,7 @@ from gptserve.server.core.errors import ServiceError, show, shutting_down
 from gptserve.server.core.ids import new_id
 from gptserve.server.core.repeating import repeat
 from gptserve.server.files.files import EXPIRY_INTERVAL_S, FileLimits, Files
+from gptserve.server.jobs.store import JOURNAL_UNAVAILABLE
 
 WINDOW_S = 24 * 3600
 MAX_UNFINISHED = 100
@@ -69,7 +70,7 @@ class Batches:
         if self._store.sharing is not None:
             await self._look()
             for work, interval_s in ((self._hold, HOLD_INTERVAL_S), (self._look, EXPIRY_INTERVAL_S)):
-                loop = repeat(work, interval_s, 1.5 * interval_s, untold="journal_unavailable")
+                loop = repeat(work, interval_s, 1.5 * interval_s, untold=JOURNAL_UNAVAILABLE)
                 self._loops.append(asyncio.create_task(loop))
         else:
             for batch in [self._batches[record.batch_id] for record in records if not record.has_ended]:

@@ -27,7 +27,7 @@ from gptserve.server.batches.store import (
 )
 from gptserve.server.jobs.postgres.beside import Beside, ForeignKeyViolation, Row
 from gptserve.server.jobs.sharing import FORGOTTEN_AFTER_S
-from gptserve.server.jobs.store import JobStoreError
+from gptserve.server.jobs.store import JOURNAL_UNAVAILABLE, JobStoreError
 
 PATIENCE_S = 60.0  # that a running batch waits for a database that is away, before it says so and tries again
 _PAGE = 16  # results that are read at once
@@ -176,7 +176,7 @@ class PostgresBatchStore(BatchStore, SharedBatches):
             raise BatchStoreError(message, "file_not_found") from error
         if not is_added and not await self._rows(IS_HELD, batch_id=record.batch_id):
             message = "this server was away from the database of stored completions; try again"
-            raise BatchStoreError(message, "journal_unavailable", 5)
+            raise BatchStoreError(message, JOURNAL_UNAVAILABLE, 5)
 
     async def put(self, record: BatchRecord) -> None:
         """Put a record; the lease ends with the batch. The answer may have been lost, and the record been put."""

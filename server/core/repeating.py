@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from gptserve.server.core.errors import ServiceError
 
 logger = logging.getLogger(__name__)
+TOLD_AGAIN_S = 600.0
 
 
 async def repeat(
@@ -17,18 +18,23 @@ async def repeat(
 ) -> None:
     """Do something for ever, with a pause before each time, so that not all servers do it at once.
 
-    An error is logged, but once as long as it stays the same; one with the code `untold` is told of by others.
+    An error is logged, the same one again after TOLD_AGAIN_S; one with the code `untold` is told of by others.
     """
-    told = None
+    told: dict[str, float] = {}
+
+    def is_news(message: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        for old in [its for its, at in told.items() if at <= now - TOLD_AGAIN_S]:
+            del told[old]
+        return told.setdefault(message, now) is now
+
     while True:
         await asyncio.sleep(random.uniform(least_s, most_s))
         try:
             await work()
         except ServiceError as error:
-            if error.code != untold and str(error) != told:
-                told = str(error)
+            if error.code != untold and is_news(str(error)):
                 logger.error("%s", error)
         except Exception as error:
-            if repr(error) != told:
-                told = repr(error)
+            if is_news(repr(error)):
                 logger.error("unexpected: %r", error, exc_info=error)

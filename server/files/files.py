@@ -19,6 +19,7 @@ from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.ids import new_id
 from gptserve.server.core.repeating import repeat
 from gptserve.server.files.store import FILE_IN_USE, FileRecord, FileStore, FileStoreError, NewContent, Purpose, in_use
+from gptserve.server.jobs.store import JOURNAL_UNAVAILABLE
 
 PIECE_BYTES = 2**18  # of a file, read or written at once
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a file may take space
@@ -107,7 +108,7 @@ class Files:
 
     def begin_expiry(self) -> None:
         """Delete expired files from now on, but for those that are held by now."""
-        loop = repeat(self._keep_in_step, 0.75 * EXPIRY_INTERVAL_S, EXPIRY_INTERVAL_S, untold="journal_unavailable")
+        loop = repeat(self._keep_in_step, 0.75 * EXPIRY_INTERVAL_S, EXPIRY_INTERVAL_S, untold=JOURNAL_UNAVAILABLE)
         self._expiring = asyncio.create_task(loop)
 
     async def close(self) -> None:

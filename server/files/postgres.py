@@ -16,7 +16,7 @@ from uuid import UUID, uuid4
 from gptserve.server.files.files import PIECE_BYTES
 from gptserve.server.files.store import FileRecord, FileStore, FileStoreError, NewContent, SharedFiles, in_use
 from gptserve.server.jobs.postgres.beside import Beside, ForeignKeyViolation, Row
-from gptserve.server.jobs.store import JobStoreError
+from gptserve.server.jobs.store import JOURNAL_UNAVAILABLE, JobStoreError
 
 PATIENCE_S = 60.0  # that whoever reads a file waits for a database that is away
 
@@ -193,5 +193,5 @@ class _Reader(io.RawIOBase):
 
 def _was_away() -> FileStoreError:
     return FileStoreError(
-        "this server was away from the database of stored completions; try again", "journal_unavailable", 5
+        "this server was away from the database of stored completions; try again", JOURNAL_UNAVAILABLE, 5
     )

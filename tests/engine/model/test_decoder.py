@@ -48,7 +48,7 @@ def held_bytes(folder: Path, dtype: torch.dtype, quantization: Quantization | No
     """Return by how much a decoder makes this process grow."""
     before = anonymous_bytes()
     checkpoint = Checkpoint(folder, load_config(folder))
-    linears = Linears(quantization)
+    linears = Linears(quantization, num_layers=checkpoint.config.num_layers)
     decoder = Decoder(checkpoint.config, checkpoint.stream(dtype=dtype, device="cpu"), ReferenceAttention(), linears)
     found = anonymous_bytes() - before
     assert decoder.program is None

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gptserve.server.core import repeating
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.repeating import repeat
 
@@ -37,12 +38,12 @@ def test_an_error_that_nobody_foresaw_is_told_and_ends_nothing(caplog: pytest.Lo
     assert caplog.records[0].exc_info
 
 
-def test_an_error_is_told_again_only_after_another(caplog: pytest.LogCaptureFixture) -> None:
-    assert logged([TOLD, TOLD, None, TOLD, KeyError(1), KeyError(1), TOLD], caplog) == [
-        "it is full",
-        "unexpected: KeyError(1)",
-        "it is full",
-    ]
+def test_an_error_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [TOLD, TOLD, None, TOLD, KeyError(1), KeyError(1), TOLD]
+    assert logged(errors, caplog) == ["it is full", "unexpected: KeyError(1)"]
+    caplog.clear()
+    monkeypatch.setattr(repeating, "TOLD_AGAIN_S", 0.0)
+    assert logged([TOLD, None, TOLD], caplog) == ["it is full", "it is full"]
 
 
 def test_an_error_of_which_others_tell_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
