@@ -13,8 +13,8 @@ from typing import TypeGuard, TypeVar
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 
 MAX_SIZE = 2**31 - 1
-MAX_WIDTH = 2**20
-"""Far above any model. It keeps a wrong file from filling memory before its checkpoint is compared."""
+MAX_WIDTH, MAX_LAYERS = 2**20, 4096
+"""Far above any model. They keep a wrong file from filling memory before its checkpoint is compared."""
 
 T = TypeVar("T")
 

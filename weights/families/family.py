@@ -31,12 +31,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gptserve.weights.config import Activation, LayerConfig, ModelConfig
+from gptserve.weights.raw_config import MAX_LAYERS as MAX_LAYERS
 from gptserve.weights.raw_config import MAX_WIDTH as MAX_WIDTH
 from gptserve.weights.raw_config import RawConfig as RawConfig  # families take these from here, beside Family
 from gptserve.weights.stored_tensor import Shape as Shape
-
-MAX_LAYERS = 4096
-"""Far above any model. It keeps a wrong file from filling memory before its checkpoint is compared."""
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",

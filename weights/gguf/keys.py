@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gptserve.weights.errors import InvalidConfigError, shown
-from gptserve.weights.families.family import MAX_LAYERS
 from gptserve.weights.gguf.reader import Header
+from gptserve.weights.raw_config import MAX_LAYERS
 
 Fields = dict[str, Any]
 """Of config.json."""

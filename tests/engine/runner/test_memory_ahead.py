@@ -87,10 +87,10 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
         packed.append(keep(self, memory))
         return packed[-1]
 
-    def making(self: Decoder, *args: Any) -> None:
-        packed.clear()  # those of self-tests, which come before
+    def making(self: Decoder, *args: Any, **options: Any) -> None:
+        packed.clear()  # those of self-tests, and of a decoder that sees inputs, which come before
         decoders.append(self)
-        make_decoder(self, *args)
+        make_decoder(self, *args, **options)
 
     populate_ahead(replace(CONFIG, dtype=dtype, quantization=quantization))
     wait_for_thread()
@@ -100,7 +100,7 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
     Engine(replace(CONFIG, dtype=dtype, quantization=quantization))
 
     assert not memory_ahead._populated
-    start, rest = address_of(memory), decoders[0]._source.maker._memory._rest
+    start, rest = address_of(memory), decoders[-1]._source.maker._memory._rest
     assert len(packed) > load_config(FOLDER).num_layers
     assert all(start <= address < start + len(memory) for address in packed)
     assert sizes[0] <= rest.data_ptr() - start <= len(memory)
