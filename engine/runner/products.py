@@ -154,6 +154,7 @@ class Linears:
         squares: Mapping[str, Tensor] = MappingProxyType({}),
         num_layers: int = 0,
     ) -> None:
+        assert num_layers or quantization != "int4", "int4 asks where in the model a layer is"
         self._squares, self._num_layers = squares, num_layers
         self._quantization = quantization
         self._memory, self._call_rows = memory or HugePages(), call_rows or {}

@@ -26,7 +26,10 @@ async def repeat(
         now = asyncio.get_running_loop().time()
         for old in [its for its, at in told.items() if at <= now - TOLD_AGAIN_S]:
             del told[old]
-        return told.setdefault(message, now) is now
+        if message in told:
+            return False
+        told[message] = now
+        return True
 
     while True:
         await asyncio.sleep(random.uniform(least_s, most_s))

@@ -163,7 +163,8 @@ def test_any_family_computes_in_int8_and_alone_as_in_a_batch(name: str, tmp_path
     assert batched != exact
     pairs = zip(batched, exact, strict=True)
     errors = [abs(its[0].top[0][1] - expected[0].top[0][1]) for (_, its), (_, expected) in pairs]
-    assert median(errors) < 0.2, errors  # of a random router a row may choose other experts
+    assert median(errors) < 0.2, errors
+    assert max(errors) < 0.8, errors  # of a random router a row may choose other experts
 
 
 def test_without_the_kernel_the_numbers_are_the_same_and_a_warning_says_that_it_is_slow(
