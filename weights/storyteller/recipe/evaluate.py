@@ -89,11 +89,11 @@ def continued(
             input_ids=inputs,
             attention_mask=mask,
             position_ids=places,
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = output.past_key_values
+        cache = output.cache
         odds = torch.softmax(output.logits[:, -1].float() / temperature, dim=-1)
         drawn = [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(odds, generators, strict=True)]
         for row, token in zip(told, drawn, strict=True):
