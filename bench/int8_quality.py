@@ -52,6 +52,7 @@ from gptserve.engine.runner.runner import ModelRunner
 from gptserve.weights.config import Activation
 from gptserve.weights.source import resolve_model
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from gptserve.weights.unread import UnreadWeight
 
 Error = Literal["largest", "squares", "q8_0"]
 WORDS = frozenset({"squares", "remainders", "wide"})
@@ -169,8 +170,9 @@ def simulated(recipe: Recipe) -> Iterator[None]:
     def make(affine: Affine, weight_type: WeightType | None, options: ProductOptions) -> Linear:
         if weight_type is None:
             return make_linear(affine, weight_type, options)
-        assert isinstance(affine.weight, Tensor)
-        return SimulatedLinear(recipe, affine.weight, affine.bias, affine.activation)
+        weight = affine.weight.whole() if isinstance(affine.weight, UnreadWeight) else affine.weight
+        assert isinstance(weight, Tensor)
+        return SimulatedLinear(recipe, weight, affine.bias, affine.activation)
 
     with patch.object(products, "make_linear", make):
         yield

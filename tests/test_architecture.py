@@ -95,6 +95,7 @@ WITH_TORCH = {
     "gptserve.engine.model.norm",
     "gptserve.engine.model.operations",
     "gptserve.engine.model.rotary",
+    "gptserve.engine.model.trial",
     "gptserve.engine.parallel.messages",
     "gptserve.engine.parallel.ranks",
     "gptserve.engine.parallel.worker",
@@ -130,6 +131,7 @@ WITH_TORCH = {
     "gptserve.weights.storyteller.recipe.evaluate_chat",
     "gptserve.weights.storyteller.recipe.train",
     "gptserve.weights.torch_threads",
+    "gptserve.weights.unread",
 }
 """The modules that import torch; a new one is torch-free unless it stands here."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
@@ -42,10 +41,11 @@ from gptserve.weights.quantized.coded import (
 )
 from gptserve.weights.quantized.codes import require_finite
 from gptserve.weights.quantized.gguf import CODE_FORMATS, Gguf
-from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
+from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType
 from gptserve.weights.safetensors_files import find_tensors, opened
 from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.tied_head import resolve_head
+from gptserve.weights.unread import UnreadWeight, named_faults, unread_weight
 
 MAPPED_BYTES = 2**20
 """Tensors of so many bytes have mappings of their own."""
@@ -85,11 +85,13 @@ class Checkpoint:
         progress: Callable[[int, int], None] | None = None,
         keeps: Collection[StoredType] = (),
         coded: Collection[str] = (),
-    ) -> Iterator[tuple[str, Tensor | CodedWeight | BlockedWeight | JoinedWeight]]:
+        unread: Collection[str] = (),
+    ) -> Iterator[tuple[str, Tensor | CodedWeight | BlockedWeight | JoinedWeight | UnreadWeight]]:
         """Yield (canonical name, contiguous tensor) in canonical order; on a CPU vectors share memory.
 
         The weights whose names are among `coded`, which are some of `code_formats`, come as their codes; those of a
-        GGUF file as its blocks where that has all their numbers as they are, which are not yet read.
+        GGUF file as its blocks where that has all their numbers as they are, which are not yet read. Those whose names
+        are among `unread` are not read either, on a CPU, unless they must be made in memory (unread.py).
         A weight of an expert whose stored type is among `keeps` comes as that holds it: in MXFP4 as its blocks and,
         after these, as {expert}.ffn_up.scales or {expert}.ffn_down.scales, its scales. Calls `progress` after each
         weight with the bytes read so far and in all. Memory holds the tensors that the caller keeps, the one being
@@ -101,6 +103,12 @@ class Checkpoint:
             if name in coded:
                 num_bytes_read += self._num_bytes(source)
                 yield name, self._coded(source, self.code_formats[name], dtype)
+                if progress is not None:
+                    progress(num_bytes_read, self.num_bytes)
+                continue
+            if name in unread and (weight := unread_weight(source, self._parts, self._read, dtype)) is not None:
+                num_bytes_read += self._num_bytes(source)
+                yield name, weight
                 if progress is not None:
                     progress(num_bytes_read, self.num_bytes)
                 continue
@@ -136,7 +144,7 @@ class Checkpoint:
             part, tensors = self._parts[name], self._read(name, source.entry)
             if row == weight.shape[0]:
                 weight, row = next(filled), 0
-            with _named_faults(name, part):
+            with named_faults(name, part):
                 row = _set_codes(weight, row, part, part.shape if source.entry is None else part.shape[1:], tensors)
         if len(weights) > 1:
             return JoinedWeight(tuple(weights))
@@ -193,7 +201,7 @@ class Checkpoint:
             (values,) = tensors.values()
             values = values.t() if source.transpose else values.view(-1) if values.dim() == 0 else values
         else:
-            with _named_faults(name, part):
+            with named_faults(name, part):
                 values = _unpack(part.type, part.shape if source.entry is None else part.shape[1:], tensors, dtype)
         values = values.flatten() if source.is_flat else values
         return (values if source.columns is None else values[:, start:end],)
@@ -282,15 +290,6 @@ def _map_rows(fill: Callable[[slice], object], num_out: int, num_in: int) -> Non
     spans = [slice(start, min(start + num_rows, num_out)) for start in range(0, num_out, num_rows)]
     for _ in map_pieces(fill, spans):
         pass
-
-
-@contextmanager
-def _named_faults(name: str, part: Part) -> Iterator[None]:
-    """Raise InvalidCheckpointError, which names the part, for an UnfitError."""
-    try:
-        yield
-    except UnfitError as fault:
-        raise InvalidCheckpointError(f"{name} is in {part.type.name}, which {fault}") from fault
 
 
 def _empty(pages: HugePages, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
+from gptserve.engine.model.classifier import Classifier
 from gptserve.engine.model.group import Group
 from gptserve.engine.model.layers import Block
 from gptserve.engine.model.layout import StepArrays
@@ -20,7 +21,7 @@ from gptserve.engine.model.linear import LinearMaker, Rows
 from gptserve.engine.model.loading import (
     Stream,
     StreamedTensors,
-    table_of,
+    rows_of,
     take_classifier,
     take_head,
     take_linear,
@@ -29,7 +30,9 @@ from gptserve.engine.model.loading import (
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
+from gptserve.engine.model.trial import Trial
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.unread import UnreadWeight
 
 
 class Program(Protocol):
@@ -67,8 +70,11 @@ class Layers:
     def __init__(
         self, config: ModelConfig, source: StreamedTensors, backend: AttentionBackend, device: torch.device
     ) -> None:
-        self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
-        of_layers = [layer.rotary for layer in config.layers]
+        of_layers, trial = [layer.rotary for layer in config.layers], source.trial
+        self._blocks = [
+            trial.computed(Block(config, layer, source, backend, device), rotary)
+            for layer, rotary in enumerate(of_layers)
+        ]
         rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in of_layers if rotary))
         self._table_of = [rotaries.index(rotary) if rotary else None for rotary in of_layers]
         self._tables: list[Tensor] = []
@@ -92,7 +98,7 @@ class Decoder:
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
     `maker` makes linears of the weights; None: torch's. An embedding keeps its dtype. `compile_program`, if given, may
     make a `program` of the whole, with the same weights, which is faster. With a group this is the first rank, and the
-    other ranks compute with it.
+    other ranks compute with it. A `trial` computes each layer as soon as it is built.
     Call `set_max_model_len` before computing tokens.
     """
 
@@ -105,15 +111,18 @@ class Decoder:
         group: Group | None = None,
         operations: Operations = TORCH,
         compile_program: CompileProgram | None = None,
+        trial: Trial | None = None,
     ) -> None:
         self._config, self._backend, self._group, self._compile = config, backend, group, compile_program
         self.host_starts_experts = operations.host_starts_experts(config)
-        source = self._source = StreamedTensors(tensors, maker, group, operations)
+        source = self._source = StreamedTensors(tensors, maker, group, operations, trial)
         embedding = source.take_weight("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
-        # Here a tied head may take the place of the table before the layers take memory. A bias comes after them.
-        early = take_head(config, source, embedding) if config.tied_head and not config.head_bias else None
-        self._embedding: Rows = table_of(embedding) if early is None else early[1]
+        # Here a tied head may take the place of the table before the layers take memory. A bias comes after them, and
+        # files are read once a trial has seen what the head reads.
+        is_early = config.tied_head and not config.head_bias and not isinstance(embedding, UnreadWeight)
+        early = take_head(config, source, embedding) if is_early else None
+        self._embedding: Rows = rows_of(embedding) if early is None else early[1]
         if early is not None:
             del embedding
         dtype, device = self._embedding.dtype, self._embedding.device
@@ -121,12 +130,15 @@ class Decoder:
         self._embed_scale = None if scale == 1 else torch.tensor(scale, dtype=dtype, device=device)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
+        source.trial.begin(self._embed)
         self._layers = Layers(config, source, backend, device)
         self.program: Program | None = None
         """What computes whole steps, to the logits; None where only this decoder can."""
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm", config.logit_scale) if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
+        self._classifier: Classifier | None = None
+        source.trial.end(self.states)
         self._head, self._embedding = early or take_head(config, source, embedding, self._embedding)
         self._classifier = take_classifier(config, source)
         source.end()

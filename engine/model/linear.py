@@ -16,9 +16,10 @@ from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
 from gptserve.weights.quantized.blocked import BlockedWeight
 from gptserve.weights.quantized.coded import CodedWeight, JoinedWeight
+from gptserve.weights.unread import UnreadWeight
 
-Weight = Tensor | CodedWeight | BlockedWeight | JoinedWeight
-"""Those of some linears come as codes."""
+Weight = Tensor | CodedWeight | BlockedWeight | JoinedWeight | UnreadWeight
+"""Those of some linears come as codes, or stay in their files until they are packed."""
 _ALIGNED_ROWS = 8
 """On an H100 the head of GPT-2, of 50,257 rows, takes 108 us for 32 sequences without rows of zeros."""
 

@@ -17,11 +17,13 @@ from gptserve.engine.model.group import Group
 from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows, Weight
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.trial import AwaitedLinear, Trial
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.quantized.blocked import BlockedWeight
 from gptserve.weights.quantized.coded import CodedWeight
+from gptserve.weights.unread import UnreadWeight
 
 Stream = Iterator[tuple[str, Weight]]
 """Weights by their canonical names, in the order in which they are taken."""
@@ -31,7 +33,7 @@ class StreamedTensors:
     """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
     `maker` makes linears of the weights that are taken. `group` has the ranks, if any: then attention and feed-forwards
-    are terms of sums. `operations` computes what is no product.
+    are terms of sums. `operations` computes what is no product, and `trial` what is built.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class StreamedTensors:
         maker: LinearMaker | None = None,
         group: Group | None = None,
         operations: Operations = TORCH,
+        trial: Trial | None = None,
     ) -> None:
-        self._tensors, self.group, self.operations = tensors, group, operations
+        self._tensors, self.group, self.operations, self.trial = tensors, group, operations, trial or Trial()
         self.maker = maker or DenseLinears()
         self._waiting: dict[str, Weight] = {}
         self.linears: dict[str, Linear] = {}
@@ -66,14 +69,24 @@ class StreamedTensors:
         return self._waiting.pop(name)
 
     def end(self) -> None:
-        """Let the stream go, which holds the last tensor that it gave."""
-        self._tensors = iter(())
+        """Let the stream go, which holds the last tensor that it gave, and the trial: all linears have been made."""
+        self._tensors, self.trial = iter(()), Trial()
+        self.linears = {
+            name: its.made() if isinstance(its, AwaitedLinear) else its for name, its in self.linears.items()
+        }
+
+
+def rows_of(embedding: Weight) -> Rows:
+    """Return the rows of an embedding, which may stay in its files while the model loads."""
+    return embedding if isinstance(embedding, UnreadWeight) else table_of(embedding)
 
 
 def table_of(weight: Weight) -> Tensor:
     """Return the table [tokens, width] of an embedding, which may have come as codes, in the dtype of computation."""
     if isinstance(weight, Tensor):
         return weight
+    if isinstance(weight, UnreadWeight):
+        return weight.whole()
     assert isinstance(weight, CodedWeight | BlockedWeight)
     codes, (num, width) = weight, weight.shape
     table = mapped(num * width * codes.dtype.itemsize).view(codes.dtype).view(num, width)
@@ -141,9 +154,12 @@ def take_classifier(config: ModelConfig, source: StreamedTensors) -> Classifier 
 def take_head(
     config: ModelConfig, source: StreamedTensors, embedding: Weight, rows: Rows | None = None
 ) -> tuple[Linear, Rows]:
-    """Return the head, and what rows of the embedding are read from: a tied head that holds them, `rows` or a table."""
+    """Return the head, and what rows of the embedding are read from: a tied head that holds them, `rows` or a table.
+
+    Rows of an UnreadWeight are not read from files for longer than the model loads.
+    """
     weight = embedding if config.tied_head else None
     head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=weight)
     own = source.maker.rows_of(head) if config.tied_head else None
     rows = rows if own is None else own
-    return head, table_of(embedding) if rows is None else rows
+    return head, table_of(embedding) if rows is None or isinstance(rows, UnreadWeight) else rows

@@ -113,10 +113,20 @@ def keeps_codes(config: EngineConfig) -> bool:
 def codes_kept(model: ModelConfig, formats: Mapping[str, AnyFormat]) -> dict[str, AnyFormat]:
     """Return those of the weights that can come as codes which a CPU keeps so, by their canonical names.
 
-    They are what a quantization changes. Codes of an embedding are those of a tied head, by which tokens are embedded.
+    Codes of an embedding are those of a tied head, by which tokens are embedded.
     """
-    linears = {f"{name}.weight" for name in (*_QUANTIZED, *(("embed",) if model.tied_head else ()))}
-    return {name: its for name, its in formats.items() if name.split(".", name.count(".") - 1)[-1] in linears}
+    return {name: its for name, its in formats.items() if _is_quantized(model, name)}
+
+
+def weights_quantized(model: ModelConfig) -> list[str]:
+    """Return the weights that a quantization changes, by their canonical names."""
+    return [name for _, name, _ in _tensors(model) if _is_quantized(model, name)]
+
+
+def _is_quantized(model: ModelConfig, name: str) -> bool:
+    linear, _, kind = name.rpartition(".")
+    names = (*_QUANTIZED, "embed") if model.tied_head else _QUANTIZED
+    return kind == "weight" and linear.rpartition(".")[2] in names
 
 
 def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, ...]:

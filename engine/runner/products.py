@@ -36,6 +36,7 @@ from gptserve.engine.runner.memory import (
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.quantized.coded import AnyFormat
+from gptserve.weights.unread import UnreadWeight
 
 logger = logging.getLogger(__name__)
 
@@ -117,25 +118,34 @@ def make_linear(affine: Affine, weight_type: WeightType | None = None, options: 
     `weight_type` is what becomes of the weight. On a CPU oneDNN's product and torch's round results in bf16.
     """
     options = options or ProductOptions()
-    weight, others = affine.weight, (affine.bias, affine.activation)
-    if not isinstance(weight, Tensor):
-        return NativeCodedLinear(weight, *others, affine.out_dtype, memory=options.memory)
-    terms = weight, *others
-    memory = options.memory
+    weight, others, memory = affine.weight, (affine.bias, affine.activation), options.memory
+    if not isinstance(weight, Tensor | UnreadWeight):
+        return NativeCodedLinear(weight, *others, affine.out_dtype, memory=memory)
     product = product_of(weight.device, weight.dtype, weight_type)
+    if isinstance(weight, UnreadWeight):
+        if product == "native_coded":
+            return _quantized(weight, weight_type, affine, options)
+        weight = weight.whole()
+    terms = weight, *others
     match product:
         case "native":
             return NativeLinear(*terms, affine.out_dtype, memory=memory)
         case "native_coded":
-            assert weight_type is not None
-            its = group_format(weight_type, weight.shape[1])
-            return NativeInt4Linear(weight, its, *others, affine.out_dtype, memory=memory, squares=options.squares)
+            return _quantized(weight, weight_type, affine, options)
         case "torch_coded":
             return DenseInt8Linear(*terms, affine.out_dtype, options.squares)
         case "onednn":
             return PackedLinear(*terms)
         case "torch":
             return DenseLinear(*terms, affine.out_dtype, options.call_rows)
+
+
+def _quantized(
+    weight: Tensor | UnreadWeight, weight_type: WeightType | None, affine: Affine, options: ProductOptions
+) -> Linear:
+    assert weight_type is not None
+    its, others = group_format(weight_type, weight.shape[1]), (affine.bias, affine.activation, affine.out_dtype)
+    return NativeInt4Linear(weight, its, *others, memory=options.memory, squares=options.squares)
 
 
 class Linears:

@@ -104,9 +104,9 @@ class ModelRunner:
         self._ranks = None if start is None else start(self.device)
         with torch.inference_mode():
             group = None if self._ranks is None else self._ranks.group
-            linears, progress = linears_of(config, setup, progress)
+            linears, trial = linears_of(config, setup)
             self._decoder = Decoder(
-                self._model, setup.stream(progress), backend, linears, group, operations, native_decoder
+                self._model, setup.stream(progress), backend, linears, group, operations, native_decoder, trial
             )
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, setup.dtype, self.device, num_threads, self._ranks, sampler

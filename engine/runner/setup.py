@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from gptserve.engine.model.operations import Operations
 from gptserve.engine.runner.attention_choice import choose_backend
 from gptserve.engine.runner.batch_invariance import Products, choose_products, set_up_device
 from gptserve.engine.runner.hardware import choose_device, choose_dtype
-from gptserve.engine.runner.memory import check_max_model_len
+from gptserve.engine.runner.memory import check_max_model_len, weights_quantized
 from gptserve.engine.runner.products import check_quantization, choose_codes
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.classes import load_classifier
@@ -43,11 +44,13 @@ class Setup:
     products: Products
     codes: Collection[str]
     """The canonical names of the weights that stay codes, as they are stored."""
+    unread: Collection[str]
+    """Of those that become codes while they are read."""
 
     def stream(self, progress: Callable[[int, int], None] | None = None) -> Stream:
         """Read the rank's weights, as Checkpoint.stream does. Nothing else may hold the tensors that come."""
-        keeps, codes = self.operations.keeps, self.codes
-        return self.checkpoint.stream(dtype=self.dtype, device=self.device, progress=progress, keeps=keeps, coded=codes)
+        stream = partial(self.checkpoint.stream, dtype=self.dtype, device=self.device, progress=progress)
+        return stream(keeps=self.operations.keeps, coded=self.codes, unread=self.unread)
 
 
 def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
@@ -75,4 +78,5 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     else:
         products = Products(are_invariant=False)  # on a CPU the first rank finds out for all
     codes = choose_codes(config, model, checkpoint.code_formats, device, dtype)
-    return Setup(device, dtype, checkpoint, model, backend, operations, products, codes)
+    unread = () if config.requantization is None else weights_quantized(model)
+    return Setup(device, dtype, checkpoint, model, backend, operations, products, codes, unread)

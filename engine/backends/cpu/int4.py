@@ -20,6 +20,7 @@ from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.loading_threads import map_pieces
 from gptserve.weights.quantized.coded import CodeFormat
+from gptserve.weights.unread import UnreadWeight
 
 _PIECE_ELEMENTS = 2**18
 """As many weights are rounded in a call: threads share them evenly."""
@@ -30,7 +31,7 @@ class NativeInt4Linear(NativeCodedLinear):
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | UnreadWeight,
         its: CodeFormat,
         bias: Tensor | None,
         activation: Activation | None = None,
@@ -50,18 +51,20 @@ class NativeInt4Linear(NativeCodedLinear):
         super().__init__(weight, bias, activation, out_dtype, variant, memory)
 
     def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
-        """Return the members; threads pack what they quantize."""
-        assert isinstance(weight, Tensor) and weight.device.type == "cpu"
-        values = functional.pad(weight, (0, self._padding)).contiguous()
-        its, (num_out, num_in), shares, self._shares = self._format, values.shape, self._shares, None
+        """Return the members; threads read and pack what they quantize."""
+        assert isinstance(weight, UnreadWeight) or (isinstance(weight, Tensor) and weight.device.type == "cpu")
+        its, num_out, num_in, shares = self._format, self._num_out, self.num_in + self._padding, self._shares
+        self._shares = None
         shares = None if shares is None else functional.pad(shares, (0, self._padding))
         number = native.CODE_FORMATS.index(its)
         packed = self._keep(self._memory.take(self._library.native_grouped_size(num_in, num_out, number)))
         num = max(1, _PIECE_ELEMENTS // num_in // native.COLUMNS) * native.COLUMNS
-        kind = values.dtype is torch.float32, None if shares is None else shares.data_ptr(), num_in
+        kind = self.dtype is torch.float32, None if shares is None else shares.data_ptr(), num_in
 
         def pack(start: int) -> None:
-            rows = values[start : start + num]
+            its_rows = slice(start, min(start + num, num_out))
+            rows = weight.rows(its_rows) if isinstance(weight, UnreadWeight) else weight[its_rows].contiguous()
+            rows = functional.pad(rows, (0, self._padding)) if self._padding else rows
             address = packed + self._library.native_grouped_size(num_in, start, number)
             self._library.native_round_groups(rows.data_ptr(), *kind, len(rows), number, self._variant, address)
 

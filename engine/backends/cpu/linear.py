@@ -22,7 +22,7 @@ from gptserve.engine.model.linear import Weight
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.quantized.blocked import BlockedWeight
-from gptserve.weights.quantized.coded import CodedWeight, CodeFormat
+from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedWeight
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -167,7 +167,7 @@ class NativeCodedLinear(NativeLinear):
         return native.CODED_VARIANTS
 
     def _pack(self, weight: Weight, bias: Tensor | None) -> dict[str, Any]:
-        assert not isinstance(weight, Tensor)
+        assert isinstance(weight, CodedWeight | BlockedWeight | JoinedWeight)
         row, parts = 0, list[tuple[int, int, CodeFormat]]()
         for part in weight.parts:
             assert row % native.COLUMNS == 0

@@ -88,7 +88,7 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
         return packed[-1]
 
     def making(self: Decoder, *args: Any, **options: Any) -> None:
-        packed.clear()  # those of self-tests, and of a decoder that sees inputs, which come before
+        packed.clear()  # those of self-tests, which come before
         decoders.append(self)
         make_decoder(self, *args, **options)
 
