@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -97,7 +98,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
         raise InvalidCheckpointError(f"{path}: its header must list at most {MAX_TENSORS} tensors, got more")
     if text.count(b",") > MAX_HEADER_COMMAS:
         raise InvalidCheckpointError(f"{path}: its header must have at most {MAX_HEADER_COMMAS} commas, got more")
-    with opened(path):
+    with opened(path, "numpy"):  # imports neither numpy, as no value is read, nor torch, as it does with "pt"
         pass
     try:
         header = json.loads(text, object_pairs_hook=_unique_names)
@@ -120,13 +121,13 @@ def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[safe_open]:
-    """Map a safetensors file; opening checks its header against its size."""
+def opened(path: Path, framework: Literal["pt", "numpy"] = "pt") -> Iterator[safe_open]:
+    """Map a safetensors file; opening checks its header against its size. Values come as tensors of `framework`."""
     reason = f"{path} is not a readable safetensors file"
     try:
         with foreign_code(InvalidCheckpointError, reason):
             try:
-                mapped = safe_open(path, framework="pt")
+                mapped = safe_open(path, framework=framework)
             except SafetensorError as fault:  # what is at fault comes last in its long sentence
                 raise SafetensorError(str(fault).removeprefix(COMMON_REASON)) from fault
         with mapped as file:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,6 +29,7 @@ from gptserve.engine.runner.memory_ahead import populate_ahead, take_populated
 from gptserve.weights.families import load_config
 from gptserve.weights.mappings import HUGE_PAGE, address_of, map_memory
 from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
+from tests.engine.client_harness import LIMIT_S
 
 FOLDER = resolve_model(EMBEDDED_MODEL)
 CONFIG = EngineConfig(FOLDER, device="cpu", dtype="bfloat16", num_blocks=64)
@@ -70,6 +73,22 @@ def test_populated_memory_is_given_once() -> None:
     assert populated < num_bytes + 2 * HUGE_PAGE + MARGIN, "padding is only addresses"
     assert not any(memory)
     assert take_populated() is None
+
+
+@needs_library
+def test_it_begins_without_torch_which_is_imported_meanwhile() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+sys.modules["torch"] = None  # an import of it fails from here on
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.runner import memory_ahead
+memory_ahead.usable_cpus = lambda: 2
+memory_ahead.populate_ahead(EngineConfig(Path({str(FOLDER)!r}), device="cpu"))
+print(memory_ahead.take_populated() is not None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.some(2)
