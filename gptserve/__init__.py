@@ -14,24 +14,25 @@ name. `server` builds on `engine`, `engine` on `weights`.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gptserve.engine.config import EngineConfig
-from gptserve.engine.request import SamplingParams
-
 if TYPE_CHECKING:
+    from gptserve.engine.config import EngineConfig
+    from gptserve.engine.request import SamplingParams
     from gptserve.llm import LLM
 
     __version__: str
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams"]
 
+_HOMES = {"LLM": "llm", "EngineConfig": "engine.config", "SamplingParams": "engine.request"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imported on first use: it needs torch, and the server process must not load it
-        from gptserve.llm import LLM
-
-        return LLM
+    """Import what is public on first use: LLM needs torch, and the engine's process imports this before anything."""
+    if name in _HOMES:
+        return getattr(import_module(f"gptserve.{_HOMES[name]}"), name)
     if name == "__version__":
         from gptserve.version import installed_version
 

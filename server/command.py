@@ -1,10 +1,14 @@
-"""What the command `gptserve` runs. It imports little until it is called, as the engine's process imports it, too."""
+"""What the command `gptserve` runs. It imports little until it is called, as the engine's process imports it, too.
+
+Importing torch takes most of a start. So `serve` has the engine's process do that before it reads its command line.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM, as shells have it
@@ -14,6 +18,16 @@ def main() -> NoReturn:
     """Run the command line and exit with its status."""
     if os.getpid() == 1:  # the first process of a container ignores signals that it does not handle
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    if _serves(sys.argv[1:]):
+        os.putenv("PYTHONSAFEPATH", "1")  # as cli/serving.py says, for the processes that start now
+        from gptserve.engine.process.engine_process import start_ahead
+
+        start_ahead()
     from gptserve.server.cli.main import main
 
     main()
+
+
+def _serves(arguments: Sequence[str]) -> bool:
+    """Return whether this probably starts a server. If not, cli/serving.py or the exit ends the engine's process."""
+    return arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments)

@@ -204,6 +204,15 @@ def test_the_command_line_is_light_to_import() -> None:
     assert "fastapi" in loaded_by(["gptserve.server.app"])
 
 
+def test_the_engines_process_imports_torch_before_most_of_ours() -> None:
+    """What its module imports comes before torch in each start."""
+    code = "import sys, {}; print(*sorted(name for name in sys.modules if name.startswith('gptserve')))"
+    assert run_python(code.format("gptserve")).split() == ["gptserve"]
+    before_torch = run_python(code.format("gptserve.engine.process.engine_process")).split()
+    assert "gptserve.engine.process.deferred_imports" in before_torch
+    assert {"gptserve.engine.config", "gptserve.engine.request", "gptserve.weights.config"}.isdisjoint(before_torch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["installed", "recipe"])
 def test_importing_every_module_does_nothing(recipe: bool) -> None:

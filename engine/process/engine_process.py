@@ -53,9 +53,23 @@ class EngineProcess:
 
 
 def start_ahead() -> None:
-    """Start a process that imports torch, for the next `take_process`, which raises what keeps this from it."""
-    with contextlib.suppress(OSError):
-        _ahead.append(EngineProcess(imports_torch=True))
+    """Start a process that imports torch, for the next `take_process`, which raises what keeps this from it.
+
+    If there is one already, this does nothing.
+    """
+    if not _ahead:
+        with contextlib.suppress(OSError):
+            _ahead.append(EngineProcess(imports_torch=True))
+
+
+def end_ahead() -> None:
+    """End the process that was started ahead, if there is one: this server has no engine's process."""
+    while _ahead:
+        ahead = _ahead.pop()
+        ahead.connection.close()
+        ahead.process.kill()
+        ahead.process.join()
+        ahead.release()
 
 
 def take_process() -> EngineProcess:

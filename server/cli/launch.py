@@ -14,7 +14,7 @@ from gptserve.server.cli.errors import CommandError
 
 ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
-_MAIN = "from gptserve.server.cli.main import main; main()"
+_MAIN = "from gptserve.server.command import main; main()"
 _READY = " ready on "  # as the log says it
 _FLAGS = ("--host", "127.0.0.1", "--port", "0", "--log-format", "text", "--log-level", "info")
 

@@ -1,6 +1,6 @@
 """What `gptserve serve` does with its settings: log them, start the engine's process, then import the server.
 
-In this order, as importing torch there takes most of a start. `main.py` calls it.
+In this order, as importing torch there takes most of a start; `command.py` has started it already. `main.py` calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import signal
 from collections.abc import Mapping, MutableMapping
 
-from gptserve.engine.process.engine_process import start_ahead
+from gptserve.engine.process.engine_process import end_ahead, start_ahead
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.core.logs import configure_logging
 from gptserve.server.core.settings import ServerSettings
@@ -29,6 +29,8 @@ def serve_with(settings: ServerSettings, environment: MutableMapping[str, str]) 
     for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
         if environment.pop(variable, None) is not None:  # the metrics would be files that outlive the server
             logger.info("ignoring %s: this server is one process", variable)
+    if settings.in_process or settings.engine.node_rank > 0:
+        end_ahead()
     if settings.engine.node_rank > 0:
         from gptserve.server.cli.node import serve_node
 

@@ -17,7 +17,7 @@ import psutil
 
 LIMIT_S = 100  # within that of a test
 ROOT = Path(__file__).parents[2]
-MAIN = "import sys; from gptserve.server.cli.main import main; main(sys.argv[1:])"
+MAIN = "from gptserve.server.command import main; main()"
 MORTAL = """
 import sys
 import gptserve.server.parts

@@ -1,4 +1,4 @@
-"""The command as the first process of a container, which the system does not end by signals that it does not handle."""
+"""The command before it reads its command line: signals in a container, and the start of the engine's process."""
 
 from __future__ import annotations
 
@@ -39,3 +39,43 @@ def test_sigterm_ends_the_first_process_of_a_container_while_it_imports() -> Non
 
 def test_sigterm_ends_any_other_process_as_ever() -> None:
     assert run() == -signal.SIGTERM
+
+
+# Shows the engine's process as soon as the command line is imported, and then ends.
+STARTED = """
+import multiprocessing, psutil, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "gptserve.server.cli":
+            for child in multiprocessing.active_children():
+                while not (environment := psutil.Process(child.pid).environ()):
+                    pass  # the system has it a moment after the program has begun
+                print(child.name, environment.get("PYTHONSAFEPATH"))
+            sys.exit(7)
+sys.meta_path.insert(0, Finder())
+from gptserve.server.command import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve",), "gptserve-engine 1\n"),
+        (("serve", "model.gguf", "--port", "8001"), "gptserve-engine 1\n"),
+        (("serve", "--help"), ""),
+        (("serve", "-h"), ""),
+        (("--version",), ""),
+        (("config", "serve"), ""),
+        ((), ""),
+    ],
+    ids=str,
+)
+def test_serve_starts_the_engines_process_before_it_imports_the_command_line(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    """It imports nothing from the current folder, which may be a model's, and ends with the command."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, expected, "")

@@ -9,7 +9,7 @@ from multiprocessing import active_children
 
 import pytest
 
-from gptserve.engine.process.engine_process import start_ahead
+from gptserve.engine.process.engine_process import end_ahead, start_ahead
 from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.process.process_client import ProcessClient
 from tests.engine import fake_step_engine as fake
@@ -49,3 +49,20 @@ def test_process_ahead_that_nobody_takes_or_that_cannot_start_ends_with_the_inte
     code = f"from gptserve.engine.process.engine_process import start_ahead; {before}start_ahead()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_process_ahead_is_started_once_and_can_be_ended() -> None:
+    async def test() -> None:
+        start_ahead()
+        (ahead,) = active_children()
+        start_ahead()
+        assert [child.pid for child in active_children()] == [ahead.pid]
+        end_ahead()
+        assert active_children() == []
+        end_ahead()
+        client = ProcessClient(load)
+        await client.start()
+        assert client.info.vocab_size == WITHOUT_TORCH
+        await client.close()
+
+    run(test())
