@@ -3,8 +3,8 @@
     python -m bench.startup [--shapes storyteller gpt2] [--repeats 5]
 
 A run starts `gptserve serve`, connects as soon as it listens, and asks for one token until it gets it: while the model
-loads the answer is 503. The first run of a shape brings the files into the page cache and is not counted. Prints the
-medians as a table and one JSON line.
+loads the request waits, and after a time the answer is 503. The first run of a shape brings the files into the page
+cache and is not counted. Prints the medians as a table and one JSON line.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ class ServingProcess:
         self._batches: Batches | None = None
         self._starting: asyncio.Task[None] | None = None  # while the database is away
         self._http: HttpServer | None = None
+        self._loading_app: LoadingApp | None = None
         self._serving: asyncio.Task[None] | None = None
         self._model: Model | None = None
         self._tracing: Tracing | None = None
@@ -116,6 +117,8 @@ class ServingProcess:
         finally:
             self._limit_closing(CLOSING_LIMIT_S)
             self._start_no_more()
+            if self._loading_app is not None:
+                self._loading_app.give_up()
             if self._engine is not None:
                 await self._finish(self._engine.close(), "the engine")
             if self._http is not None and self._serving is not None:
@@ -173,14 +176,15 @@ class ServingProcess:
             thread.shutdown(wait=False)
 
     async def _start_listening(self) -> LoadingApp:
-        """Start to listen; requests are refused until the application is open."""
+        """Start to listen; requests wait or are refused until the application is open."""
         listens = asyncio.Event()
         server, loading_app = await asyncio.to_thread(self._make_server, listens.set)
-        self._http, self._serving = server, asyncio.create_task(server.serve(sockets=[self._listener]))
+        self._http, self._loading_app = server, loading_app
+        self._serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(listens.wait(), self._serving)
         if self._serving.done():
             await self._serving
-        logger.info("listening on %s; requests get status 503 until the model is loaded", server.url)
+        logger.info("listening on %s; until the model is loaded, requests wait a moment and then get 503", server.url)
         return loading_app
 
     def _receive_signal(self) -> None:
@@ -209,7 +213,7 @@ class ServingProcess:
 
     def _make_server(self, on_listening: Callable[[], object]) -> tuple[HttpServer, LoadingApp]:
         from gptserve.server.http.connections import Connections, affordable_connections
-        from gptserve.server.http.loading import LoadingApp
+        from gptserve.server.http.loading import PATIENCE_S, LoadingApp
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import Tls
 
@@ -220,7 +224,7 @@ class ServingProcess:
             tls = None if files[0] is None or files[1] is None else Tls(files[0], files[1])
         except ValueError as error:
             raise StartError(str(error)) from error
-        loading_app = LoadingApp(self._progress)
+        loading_app = LoadingApp(self._progress, PATIENCE_S)
         write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
         server = HttpServer(
             loading_app, on_listening, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls

@@ -25,6 +25,8 @@ def serve_with(settings: ServerSettings, environment: MutableMapping[str, str]) 
     """
     environment["PYTHONSAFEPATH"] = "1"  # else child processes import from the current folder, which may be the model's
     configure_logging(settings.log_format, settings.log_level)
+    if settings.engine.node_rank == 0:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     _log_settings(settings, environment)
     for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
         if environment.pop(variable, None) is not None:  # the metrics would be files that outlive the server
@@ -36,7 +38,6 @@ def serve_with(settings: ServerSettings, environment: MutableMapping[str, str]) 
 
         serve_node(settings)
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not settings.in_process:
         start_ahead()
     from gptserve.server.serve import StartError, serve

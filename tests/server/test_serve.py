@@ -117,21 +117,46 @@ def test_sigterm_refuses_what_is_new_finishes_what_runs_and_ends_with_status_0(
     assert "cut off" not in log
 
 
-def test_while_the_model_loads_requests_get_503_and_the_progress(launch: Any, gate: EngineGate) -> None:
+@contextlib.contextmanager
+def loading(launch: Any, gate: EngineGate) -> Iterator[tuple[Process, httpx.Client, httpx.Response]]:
+    """Start a server that loads until the gate is opened; give it, a client and an answer about its health.
+
+    What is posted waits for the gate.
+    """
     gate.shut_to_new()
-    process = launch(main=MORTAL, **{VARIABLE: str(gate.folder)})
+    patient = f"import gptserve.server.http.loading; gptserve.server.http.loading.PATIENCE_S = {LIMIT_S}; {MORTAL}"
+    process = launch(main=patient, **{VARIABLE: str(gate.folder)})
     url = process.wait_for_line(" listening on ").partition(" listening on ")[2].partition(";")[0]
     with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
         while (health := client.get("/health")).json()["progress"] == 0:  # the engine has not said more yet
             assert health.status_code == 503
-        refused = client.post("/v1/completions", json={"prompt": "Once"})
+        yield process, client, health
+
+
+def test_while_the_model_loads_what_is_posted_waits_and_others_get_503_and_the_progress(
+    launch: Any, gate: EngineGate
+) -> None:
+    with loading(launch, gate) as (process, client, health), background_completion(client) as early:
+        refused = client.get("/v1/models")
         gate.open()
         process.wait_until_ready().close()
+        answer = early.recv(12)
         healthy = client.get("/health")
 
     assert (health.status_code, health.json()["status"], health.json()["progress"]) == (503, "loading", 0.25)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+    assert answer == b"HTTP/1.1 202"
     assert healthy.json() == {"status": "ok"}
+
+
+def test_what_waits_for_a_model_is_refused_by_a_signal(launch: Any, gate: EngineGate) -> None:
+    with loading(launch, gate) as (process, client, _), background_completion(client) as early:
+        client.get("/v1/models")  # the server has seen what was posted before
+        process.popen.terminate()
+        answer = early.recv(12)
+
+    assert answer == b"HTTP/1.1 503"
+    assert process.wait()[0] == 0
 
 
 @pytest.fixture
@@ -286,12 +311,13 @@ BACKGROUND = b'{"prompt": "Once", "background": true}'
 
 
 @contextlib.contextmanager
-def background_completion(client: httpx.Client) -> Iterator[None]:
-    """Ask for a background completion, and wait for no answer."""
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+def background_completion(client: httpx.Client) -> Iterator[socket.socket]:
+    """Ask for a background completion, and wait for no answer; give the connection."""
+    address = client.base_url.host, client.base_url.port
+    with socket.create_connection(address, timeout=LIMIT_S) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(BACKGROUND)}\r\n"
         connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + BACKGROUND)
-        yield
+        yield connection
 
 
 @pytest.mark.slow
