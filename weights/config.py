@@ -51,6 +51,8 @@ class Router:
     min_sum: float = 0.0
     """Weights are divided by this where their sum is less."""
     scale: float = 1.0
+    has_factors: bool = False
+    """Weights are multiplied by a number of each expert at last."""
 
     @property
     def is_plain(self) -> bool:
@@ -107,6 +109,16 @@ class LayerConfig:
     """Per head: a key d tokens back has its score lowered by slope * d (Press et al. 2022); empty: no ALiBi."""
     experts: Experts | None = None
     """None: the layer has a single feed-forward."""
+    dense_size: int | None = None
+    """The width of a feed-forward f beside the experts e, if there is one.
+
+    With norms n of inputs and n' of outputs, all of them others, they give n'(f(n(x))) + n'(e(n(x), r(n(x)))), of which
+    the router reads r(n(x)).
+    """
+    kv_layer: int | None = None
+    """The number of the layer before it whose keys and values it reads; it has no projections of its own for them."""
+    keys_are_values: bool = False
+    """Values are what the key projection gives, before keys are normalised and rotated: it has no other weights."""
 
     @property
     def q_size(self) -> int:
@@ -121,7 +133,7 @@ class LayerConfig:
     @property
     def qkv_size(self) -> int:
         """Rows of the fused query-key-value projection."""
-        return self.q_size + 2 * self.kv_size
+        return self.q_size + (2 * self.kv_size if self.kv_layer is None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +174,8 @@ class ModelConfig:
     """
     qk_norm_after_rotation: bool = False
     """That norm comes after the rotation."""
+    v_norm: bool = False
+    """Values have a norm of each head, too, which has no weights; it needs that queries and keys have those."""
     attention_sinks: bool = False
     """The softmax of each head has one more logit, which has no value."""
     attention_gate: AttentionGate | None = None
@@ -200,10 +214,19 @@ class ModelConfig:
     embed_size: int | None = None
     """Width of the embedding and the head, if projections join it to hidden_size (OPT-350m); None: hidden_size."""
     embed_scale: float = 1.0
+    layer_input_size: int | None = None
+    """The width of what each layer is given of a row's token, beside the stream x; None: nothing.
+
+    It is (e + n(P x / sqrt(hidden_size))) / sqrt(2), for the embedded x, a linear P and a norm n of this width; e is a
+    part of a row of a table, times sqrt(width). Behind its feed-forward a layer adds n'(W (act(G x) * it)) to x, with
+    linears G and W.
+    """
     parallel_residual: bool = False
     """x + attention(n(x)) + ffn(n'(x)), not one after the other."""
     shared_norm: bool = False
     """The parallel residual has one norm for both: n' is n."""
+    layer_scale: bool = False
+    """What a layer gives to the next one is multiplied by a number of its own."""
     tied_head: bool = True
     head_bias: bool = False
     logit_scale: float = 1.0

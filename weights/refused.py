@@ -58,7 +58,7 @@ WITH_STATES = (
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
-WITH_SHARED_LAYERS = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+WITH_SHARED_LAYERS = ("gemma3n", "gemma3n_text")
 WITH_GATES = ("beam",)
 WITH_OTHER_TOKENIZERS = ("biogpt", "cpmant", "ctrl", "gpt_neox_japanese", "xlm")
 OF_2023 = ("RefinedWeb", "RefinedWebModel")

@@ -20,6 +20,8 @@ Span = tuple[int, int]
 """Start and end."""
 _Rules = tuple[Mapping[str, tuple[int, ...]], Mapping[str, Span]]
 _NO_RULES: _Rules = {}, {}
+_WIDTHS = ("ffn_size", "dense_size")
+"""Of the experts of a layer, and of a feed-forward beside them or alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Share:
             num_heads=end - start,
             num_kv_heads=last_kv - first_kv,
             ffn_size=layer.ffn_size // self.size,
+            dense_size=None if layer.dense_size is None else layer.dense_size // self.size,
             alibi_slopes=layer.alibi_slopes[start:end],
         )
 
@@ -49,14 +52,17 @@ class Share:
         """Return the sources of the rank's tensors, given those of the whole model `config`."""
         if self.size == 1:
             return dict(sources)
-        rules = {layer: self._rules(config, layer) for layer in config.distinct_layers}
+        rules = {
+            (layer, name): self._rules(config, layer, name) for layer in config.distinct_layers for name in _WIDTHS
+        }
         found: dict[str, Source] = {}
         for name, source in sources.items():
             tensor, _, kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
             if self.rank > 0 and not tensor.startswith("blocks."):
                 continue
             number = tensor.split(".")[1] if tensor.startswith("blocks.") else None
-            rows, columns = _NO_RULES if number is None else rules[config.layers[int(number)]]
+            width = "ffn_size" if ".experts." in f"{tensor}." else "dense_size"
+            rows, columns = _NO_RULES if number is None else rules[config.layers[int(number)], width]
             if kind in rows:
                 order = source.row_order
                 source = replace(source, row_order=rows[kind] if order is None else tuple(order[i] for i in rows[kind]))
@@ -67,15 +73,17 @@ class Share:
             found[name] = source
         return found
 
-    def _rules(self, config: ModelConfig, layer: LayerConfig) -> _Rules:
+    def _rules(self, config: ModelConfig, layer: LayerConfig, width_name: str) -> _Rules:
         """Return the rows and the columns of a layer that the rank has, by kind of tensor; it has all of any other.
 
-        The rows are also those of the bias. A bias of a tensor split by columns is the first rank's.
+        They are those of the experts or, with the other of _WIDTHS, of all beside them. The rows are also those of the
+        bias. A bias of a tensor split by columns is the first rank's.
         """
-        size, ffn = layer.head_size, layer.ffn_size
+        size, ffn = layer.head_size, (layer.dense_size if width_name == "dense_size" else None) or layer.ffn_size
         heads, width, kv_heads = self._span(layer.num_heads), self._span(ffn), self._kv_span(layer)
         first_key, first_value = layer.num_heads, layer.num_heads + layer.num_kv_heads
-        qkv = (_moved(heads, 0, size), _moved(kv_heads, first_key, size), _moved(kv_heads, first_value, size))
+        of_keys = (_moved(kv_heads, first_key, size), _moved(kv_heads, first_value, size))
+        qkv = (_moved(heads, 0, size), *(of_keys if layer.kv_layer is None else ()))
         halves = [_moved(width, ffn * half) for half in range(1 + config.gated_ffn)]
         rows = {"qkv": _indices(*qkv), "sinks": _indices(heads), "ffn_up": _indices(*halves)}
         rows["attn_gate"] = _indices(_moved(heads, 0, 1 if config.gates_heads else size))
@@ -106,6 +114,10 @@ def _check(config: ModelConfig, size: int) -> None:
             why = f"{size} is neither a divisor nor a multiple of its {kv_heads} key-value heads"
         elif layer.ffn_size % size:
             why = f"its feed-forward's width of {layer.ffn_size} is no multiple of {size}"
+        elif (layer.dense_size or 0) % size:
+            why = f"its feed-forward's width of {layer.dense_size} is no multiple of {size}"
+        elif size > 1 and config.layer_input_size is not None:
+            why = "its layers have inputs of their own"
         elif size > 1 and config.qk_norm == "projection":
             why = "its norm of queries and keys (qk_norm) is over all heads"
         if why is not None:

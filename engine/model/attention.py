@@ -32,6 +32,8 @@ class AttentionSpec:
     sinks: Tensor | None = None
     """fp32 [H], device of the model; not scaled"""
     softcap: float | None = None
+    reads_other: bool = False
+    """The layer reads the keys and values of another one, and has none to write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ blocks or model families. ModelRunner calls it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
 from gptserve.engine.model.classifier import Classifier
 from gptserve.engine.model.group import Group
+from gptserve.engine.model.layer_inputs import LayerInputs
 from gptserve.engine.model.layers import Block
-from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import LinearMaker, Rows
 from gptserve.engine.model.loading import (
     Stream,
@@ -29,36 +29,11 @@ from gptserve.engine.model.loading import (
 )
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.program import CompileProgram, Program
 from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.engine.model.trial import Trial
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.unread import UnreadWeight
-
-
-class Program(Protocol):
-    """What computes whole steps in the place of a decoder."""
-
-    def run(self, arrays: StepArrays, cache: Cache) -> object:
-        """Compute a step and store its keys and values in the cache; the result lies where the program keeps it."""
-
-
-class CompileProgram(Protocol):
-    """Makes the program of a decoder."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        parts: StreamedTensors,
-        embedding: Rows,
-        positions: Tensor | None,
-        tables: list[Tensor | None],
-        backend: AttentionBackend,
-    ) -> Program | None:
-        """Return the program, or None if it would compute other numbers or cannot compute this model.
-
-        `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has
-        the rotary table of each layer.
-        """
 
 
 class Layers:
@@ -84,11 +59,20 @@ class Layers:
         self._tables = [rotary_table(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
         return [None if index is None else self._tables[index] for index in self._table_of]
 
-    def __call__(self, x: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        cache: Cache,
+        metadata: AttentionMetadata,
+        inputs: Sequence[Tensor | None] = (),
+    ) -> Tensor:
         term: Tensor | None = None
         rotations = [table[positions_T].unbind(1) for table in self._tables]
-        for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
-            x, term = block(x, term, None if table is None else rotations[table], cache_2NGBD, metadata)
+        rotation_of = [None if table is None else rotations[table] for table in self._table_of]
+        inputs = inputs or [None] * len(self._blocks)
+        for block, its, cache_2NGBD, input_TI in zip(self._blocks, rotation_of, cache.layers, inputs, strict=True):
+            x, term = block(x, term, its, cache_2NGBD, metadata, input_TI)
         return x if term is None else x + term
 
 
@@ -130,7 +114,8 @@ class Decoder:
         self._embed_scale = None if scale == 1 else torch.tensor(scale, dtype=dtype, device=device)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
-        source.trial.begin(self._embed)
+        self._inputs = LayerInputs(config, source) if config.layer_input_size else None
+        source.trial.begin(self._embed, self._inputs)
         self._layers = Layers(config, source, backend, device)
         self.program: Program | None = None
         """What computes whole steps, to the logits; None where only this decoder can."""
@@ -163,7 +148,8 @@ class Decoder:
         x = self._embed(token_ids_T, positions_T)
         if self._group is not None:
             self._group.broadcast_(x)
-        return self._layers(x, positions_T, cache, metadata)
+        inputs = () if self._inputs is None else self._inputs(token_ids_T, x)
+        return self._layers(x, positions_T, cache, metadata, inputs)
 
     def step(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor

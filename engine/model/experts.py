@@ -29,9 +29,12 @@ class MixtureOfExperts:
     def __init__(self, route: Route, experts: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self._route, self._experts = route, experts
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        chosen_TK, weights_TK = self._route(x)
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, routed: Tensor | None = None) -> Tensor:
+        """Return the mixture for x [T, hidden], summed in fp32, added to residual if given; the router reads `routed`.
+
+        Without that it reads x.
+        """
+        chosen_TK, weights_TK = self._route(x if routed is None else routed)
         parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
         # The host starts the chosen experts, so on a GPU this waits for the router.
         for e in sorted(set(chosen_TK.flatten().tolist())):
@@ -87,9 +90,9 @@ class GroupedExperts:
         up = weights["ffn_up.weight"]
         self._bounds_E1 = torch.arange(len(up) + 1, device=up.device)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        chosen_TK, weights_TK = self._route(x)
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, routed: Tensor | None = None) -> Tensor:
+        """Return what MixtureOfExperts returns."""
+        chosen_TK, weights_TK = self._route(x if routed is None else routed)
         experts_P, pairs_P = chosen_TK.flatten().sort(stable=True)
         routing = Routing(pairs_P, torch.searchsorted(experts_P, self._bounds_E1, out_int32=True))
         h = self._activate(self._multiply(x, "ffn_up", routing, x.dtype))

@@ -1,4 +1,4 @@
-"""The parts of a decoder: norms, attention with its projections, feed-forward, and the block that joins them.
+"""The parts of a decoder: norms, attention with its projections, and the block that joins them to a feed-forward.
 
 Each is built from ModelConfig and a source of named tensors. It is called with the rows of one step, [T, hidden]: the
 tokens of all sequences, one after the other. Only decoder.py builds them. No part knows a model family.
@@ -7,20 +7,19 @@ tokens of all sequences, one after the other. Only decoder.py builds them. No pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.activation import Xielu, activate, gate_heads
+from gptserve.engine.model.activation import gate_heads
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
-from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
-from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
+from gptserve.engine.model.feed_forward import take_feed_forward
+from gptserve.engine.model.layer_inputs import LayerInput
+from gptserve.engine.model.loading import StreamedTensors, bare_norm, take_linear, take_norm, take_scale
 from gptserve.engine.model.norm import Norm, normalize_heads_
 from gptserve.engine.model.operations import BlockWriter, WritePart
 from gptserve.engine.model.rotary import Rotation, grow_, rotate_
-from gptserve.engine.model.routing import take_route
-from gptserve.weights.config import Experts, LayerConfig, ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 
 
 def attention_spec(
@@ -36,6 +35,7 @@ def attention_spec(
         alibi_slopes=torch.tensor(layer.alibi_slopes, device=device) if layer.alibi_slopes else None,
         sinks=sinks,
         softcap=config.attention_softcap,
+        reads_other=layer.kv_layer is not None,
     )
 
 
@@ -59,10 +59,14 @@ class Attention:
         self._out = take_linear(source, f"{name}.attn_out", bias=config.attn_out_bias)
         self._clip, self._qk_norm, self._backend = config.qkv_clip, config.qk_norm, backend
         self._norm_is_last = config.qk_norm_after_rotation
-        self._rotate_and_write = None if self._norm_is_last else source.operations.rotate_and_write
+        self._num_kv_heads = 0 if config.layers[layer].kv_layer is not None else config.layers[layer].num_kv_heads
+        is_apart = self._norm_is_last or self._num_kv_heads == 0
+        self._rotate_and_write = None if is_apart else source.operations.rotate_and_write
         own_size = config.layers[layer].head_size if config.qk_norm == "own" else None
-        parts = "qk" if config.qk_norm else ""
+        parts = ("qk" if self._num_kv_heads else "q") if config.qk_norm else ""
         self._norms = [take_norm(config, source, f"{name}.{part}_norm", own_size=own_size) for part in parts]
+        if config.v_norm and self._num_kv_heads:
+            self._norms.append(bare_norm(config, source, f"{name}.v_norm"))
         sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
         self._spec = attention_spec(config, config.layers[layer], device, sinks)
         source.attentions.append(self._spec)
@@ -75,43 +79,29 @@ class Attention:
         cache_2NGBD: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Return attention(x), added to residual if given, and store the step's keys and values in the cache."""
-        spec = self._spec
+        """Return attention(x), added to residual if given; store the step's keys and values, if it has any."""
+        spec, num_kv_heads = self._spec, self._num_kv_heads
         qkv = self._qkv(x)
         if self._clip is not None:
             qkv = qkv.clamp(-self._clip, self._clip)
-        heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
-        q_THD, k_TGD, v_TGD = heads_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        heads_THD = qkv.view(len(x), spec.num_heads + 2 * num_kv_heads, spec.head_size)
+        q_THD, k_TGD, v_TGD = heads_THD.split_with_sizes((spec.num_heads, num_kv_heads, num_kv_heads), dim=1)
         if not self._norm_is_last:
-            normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm != "projection")
+            normalize_heads_(self._norms, (q_THD, k_TGD, v_TGD), of_each=self._qk_norm != "projection")
         if rotation is not None and self._rotate_and_write is not None:
             self._rotate_and_write(heads_THD, rotation, cache_2NGBD, metadata.slots_T)
         else:
             if rotation is not None:
-                rotate_(heads_THD[:, : -spec.num_kv_heads], rotation)
+                rotate_(heads_THD[:, : spec.num_heads + num_kv_heads], rotation)
             if self._norm_is_last:
-                normalize_heads_(self._norms, (q_THD, k_TGD), of_each=self._qk_norm != "projection")
-            self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
+                normalize_heads_(self._norms, (q_THD, k_TGD, v_TGD), of_each=self._qk_norm != "projection")
+            if num_kv_heads:
+                self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         grow_(q_THD, rotation)
         attended_THD = self._backend.attend(q_THD, cache_2NGBD, metadata, spec)
         if self._gate is None or self._gate_kind is None:
             return self._out(attended_THD.flatten(1), residual)
         return self._out(gate_heads(attended_THD, self._gate(x), self._gate_kind), residual)
-
-
-class FeedForward:
-    """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
-
-    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
-        fused = None if config.gated_ffn or config.xielu else config.activation
-        self._up = take_linear(source, f"{name}.ffn_up", bias=config.ffn_bias, activation=fused)
-        self._activate = _activation(config, source, name) if fused is None else None
-        self._down = take_linear(source, f"{name}.ffn_down", bias=config.ffn_bias)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the feed-forward of x, added to residual if given."""
-        h = self._up(x)
-        return self._down(h if self._activate is None else self._activate(h), residual)
 
 
 class Residual:
@@ -123,9 +113,14 @@ class Residual:
     - "sum": norm(x + f(x)) (GPT-1)
     """
 
-    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str, norm: Norm | None = None) -> None:
-        """Take the norms of part `name` from the source; `norm`, if given, replaces the one called {name}_norm."""
-        placement, self._group = config.norm_placement, source.group
+    def __init__(
+        self, config: ModelConfig, source: StreamedTensors, name: str, norm: Norm | None = None, is_inner: bool = False
+    ) -> None:
+        """Take the norms of part `name` from the source; `norm`, if given, replaces the one called {name}_norm.
+
+        With `is_inner` the part has that norm itself, before it, and sums over ranks.
+        """
+        placement, self._group = ("output", None) if is_inner else (config.norm_placement, source.group)
         self._add_normalize = source.operations.add_normalize
         if norm is None and placement != "output":
             norm = take_norm(config, source, f"{name}_norm")
@@ -150,15 +145,15 @@ class Residual:
         return y if self._of_sum is None else self._of_sum(y)
 
     @staticmethod
-    def write(config: ModelConfig, name: str, writer: BlockWriter, part: WritePart) -> None:
+    def write(config: ModelConfig, name: str, writer: BlockWriter, part: WritePart, *, is_inner: bool = False) -> None:
         """Write the formula of the class: what __call__ computes for a base that is x, with h for the part's input."""
-        placement = config.norm_placement
-        if placement in ("input", "both"):
+        placement, source = config.norm_placement, "x" if is_inner else "h"
+        if placement in ("input", "both") and not is_inner:
             writer.norm(f"{name}_norm", "x", "h")
-        else:
+        elif not is_inner:
             writer.copy("x", "h")
-        if placement in ("output", "both"):
-            part("h", "h", "")
+        if placement in ("output", "both") or is_inner:
+            part(source, "h", "")
             writer.norm(f"{name}_output_norm", "h", "h")
             writer.add("x", "h")
         else:
@@ -191,12 +186,16 @@ class Block:
         name = f"blocks.{layer}"
         self._parallel = config.parallel_residual
         is_plain = config.norm_placement == "input" and not config.parallel_residual
+        is_plain = is_plain and not (config.layer_input_size or config.layer_scale)
         self._norms_add = is_plain and source.operations.add_normalize is not None
         self._attn_residual = Residual(config, source, f"{name}.attn")
         self._attention = Attention(config, layer, source, backend, device)
         shared = self._attn_residual.norm if config.shared_norm else None
-        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared)
-        self._ffn = take_feed_forward(config, config.layers[layer].experts, source, name)
+        is_inner = config.layers[layer].dense_size is not None
+        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, is_inner)
+        self._ffn = take_feed_forward(config, config.layers[layer], source, name)
+        self._input = LayerInput(config, source, name) if config.layer_input_size else None
+        self._scale = take_scale(source, name) if config.layer_scale else None
 
     def __call__(
         self,
@@ -205,10 +204,12 @@ class Block:
         rotation: Rotation | None,
         cache_2NGBD: Tensor,
         metadata: AttentionMetadata,
+        input_TI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [T, hidden] and store the step's keys and values in the cache.
 
-        Input and output are each a sum of x and a term, if there is one, which the next norm adds.
+        Input and output are each a sum of x and a term, if there is one, which the next norm adds. `input_TI` is what
+        the layer is given beside them.
         """
 
         def attend(h: Tensor, residual: Tensor | None) -> Tensor:
@@ -217,40 +218,26 @@ class Block:
         if self._norms_add:
             return self._ffn_residual.of_sum(self._ffn, *self._attn_residual.of_sum(attend, x, term))
         attended = self._attn_residual(attend, x, x)
-        return self._ffn_residual(self._ffn, x if self._parallel else attended, attended), None
+        y = self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
+        if self._input is not None:
+            assert input_TI is not None
+            y = self._input(y, input_TI)
+        return y if self._scale is None else y * self._scale, None
 
     @staticmethod
-    def write(config: ModelConfig, name: str, writer: BlockWriter, attention: WritePart, ffn: WritePart) -> None:
-        """Write what __call__ computes, for the parts of the layer of this name. A parallel one has norms of inputs."""
-        if not config.parallel_residual:
+    def write(config: ModelConfig, number: int, writer: BlockWriter, attention: WritePart, ffn: WritePart) -> None:
+        """Write what __call__ computes, for parts of the layer of this number; a parallel one has norms of inputs."""
+        name, is_inner = f"blocks.{number}", config.layers[number].dense_size is not None
+        if config.parallel_residual:
+            writer.norm(f"{name}.attn_norm", "x", "h")
+            if not config.shared_norm:  # before attention is added to x
+                writer.norm(f"{name}.ffn_norm", "x", "h2")
+            attention("h", "x", "x")
+            ffn("h" if config.shared_norm else "h2", "x", "x")
+        else:
             Residual.write(config, f"{name}.attn", writer, attention)
-            Residual.write(config, f"{name}.ffn", writer, ffn)
-            return
-        writer.norm(f"{name}.attn_norm", "x", "h")
-        if not config.shared_norm:  # before attention is added to x
-            writer.norm(f"{name}.ffn_norm", "x", "h2")
-        attention("h", "x", "x")
-        ffn("h" if config.shared_norm else "h2", "x", "x")
-
-
-def _activation(config: ModelConfig, source: StreamedTensors, name: str) -> Callable[[Tensor], Tensor]:
-    """Return the function from outputs of ffn_up to inputs of ffn_down, of the feed-forward of this name."""
-    if config.xielu:
-        return source.xielus.setdefault(name, Xielu.of(source.take(f"{name}.xielu")))
-    if config.gated_ffn:
-        return lambda x: source.operations.gate(x, config.activation, config.ffn_limit)
-    return partial(activate, activation=config.activation)
-
-
-def take_feed_forward(
-    config: ModelConfig, experts: Experts | None, source: StreamedTensors, name: str
-) -> FeedForward | MixtureOfExperts | GroupedExperts:
-    """Return the feed-forward of the block of this name, a mixture if it has experts."""
-    if experts is None:
-        return FeedForward(config, source, name)
-    route, operations = take_route(experts, source, f"{name}.router", bias=config.ffn_bias), source.operations
-    if operations.experts is not None:
-        weights = stack(source.take, name, experts.num_all, config.ffn_bias)
-        return GroupedExperts(route, weights, _activation(config, source, name), operations.experts)
-    ffns = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(experts.num_all)]
-    return MixtureOfExperts(route, ffns)
+            Residual.write(config, f"{name}.ffn", writer, ffn, is_inner=is_inner)
+        if config.layer_input_size:
+            LayerInput.write(config, number, writer)
+        if config.layer_scale:
+            writer.scale(name, "x")

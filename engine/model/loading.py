@@ -51,6 +51,12 @@ class StreamedTensors:
         self.norms: dict[str, Norm] = {}
         self.corrections: dict[str, Tensor] = {}
         """What routers add to scores for the choice, fp32, by the router's name."""
+        self.factors: dict[str, Tensor] = {}
+        """By what routers multiply weights, fp32, by the router's name."""
+        self.tables: dict[str, tuple[Tensor, float]] = {}
+        """Whose rows are read beside the embedding's, and the factors of these rows."""
+        self.scales: dict[str, float] = {}
+        """Of the outputs of layers, by their names."""
         self.xielus: dict[str, Xielu] = {}
         """By the name of the feed-forward's block."""
         self.attentions: list[AttentionSpec] = []
@@ -120,6 +126,18 @@ def take_norm(
         weight, bias = weight * scale, None if bias is None else bias * scale
     norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps, source.operations.normalize)
     return norm
+
+
+def bare_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
+    """Return a norm without weights, which is known by this name from now on."""
+    norm = source.norms[name] = Norm(config.norm, None, None, config.norm_eps, source.operations.normalize)
+    return norm
+
+
+def take_scale(source: StreamedTensors, name: str) -> float:
+    """Return the number by which the output of the layer of this name is multiplied."""
+    scale = source.scales[name] = source.take(f"{name}.scale").item()
+    return scale
 
 
 def take_linear(

@@ -53,7 +53,7 @@ class Norm:
 
 
 def normalize_heads_(norms: Sequence[Norm], heads: Sequence[Tensor], *, of_each: bool) -> None:
-    """Normalize queries and keys [T, X, D] in place, each head or all heads as one vector; without norms nothing."""
+    """Normalize queries, keys and values [T, X, D] in place, those that have norms: each head, or all as one."""
     for norm, heads_TXD in zip(norms, heads, strict=False):
         normed = norm(heads_TXD if of_each else heads_TXD.flatten(1))
         heads_TXD.copy_(normed.view_as(heads_TXD))

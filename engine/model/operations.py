@@ -67,3 +67,15 @@ class BlockWriter(Protocol):
 
     def add(self, target: str, term: str) -> None:
         """Write that the term is added to the target."""
+
+    def linear(self, name: str, source: str, target: str) -> None:
+        """Write the linear of this name."""
+
+    def embed(self, name: str, target: str) -> None:
+        """Write the rows of tokens of the table of this name, times its factor, to the target."""
+
+    def multiply(self, target: str, factors: str, first: int) -> None:
+        """Write that the target is multiplied by as many elements of factors, from `first` on."""
+
+    def scale(self, name: str, target: str) -> None:
+        """Write that the target is multiplied by the number of the layer of this name."""

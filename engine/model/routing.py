@@ -31,13 +31,18 @@ def take_route(
     correction_E = None
     if shape.router.has_correction:
         correction_E = source.corrections[name] = source.take(f"{name}.correction")
-    return lambda x: route(shape, router(x), correction_E)
+    factors_E = None
+    if shape.router.has_factors:
+        factors_E = source.factors[name] = source.take(f"{name}.factors")
+    return lambda x: route(shape, router(x), correction_E, factors_E)
 
 
-def route(shape: Experts, logits_TL: Tensor, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    shape: Experts, logits_TL: Tensor, correction_E: Tensor | None = None, factors_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the experts [T, K] of each row, the shared ones last, and their fp32 weights; logits are [T, E] or more.
 
-    `correction_E`, fp32, is what the shape's router adds to scores for the choice.
+    `correction_E`, fp32, is what the shape's router adds to scores for the choice; `factors_E`, fp32, multiply weights.
     """
     logits_TE, router = logits_TL[:, : shape.num], shape.router
     if router.is_plain:
@@ -51,6 +56,7 @@ def route(shape: Experts, logits_TL: Tensor, correction_E: Tensor | None = None)
         if router.renormalised:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=router.min_sum)
         weights_TK = weights_TK * router.scale
+        weights_TK = weights_TK if factors_E is None else weights_TK * factors_E[chosen_TK]
     if not shape.num_shared:
         return chosen_TK, weights_TK
     size = len(logits_TL), shape.num_shared

@@ -27,17 +27,22 @@ class Layer(Protocol):
         rotation: Rotation | None,
         cache_2NGBD: Tensor,
         metadata: AttentionMetadata,
+        input_TI: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
 ALayer = TypeVar("ALayer", bound=Layer)
+Inputs = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Trial:
     """Takes the parts of a model in their order. This one computes nothing."""
 
-    def begin(self, embed: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Embed the tokens: `embed` returns the rows [T, hidden] of ids and positions, int64 [T]."""
+    def begin(self, embed: Callable[[Tensor, Tensor], Tensor], inputs: Inputs | None) -> None:
+        """Embed the tokens: `embed` returns the rows [T, hidden] of ids and positions, int64 [T].
+
+        `inputs` returns the inputs of the layers, of ids and these rows, if the layers have any.
+        """
 
     def computed(self, layer: ALayer, rotary: Rotary | None) -> ALayer:
         """Compute the next layer, which rotates so, if it does; return it."""

@@ -8,7 +8,8 @@ int4.py take what it finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.layout import Span, lay_out
 from gptserve.engine.model.linear import Affine, Linear
 from gptserve.engine.model.rotary import Rotation, rotary_table
-from gptserve.engine.model.trial import ALayer, AwaitedLinear, Trial
+from gptserve.engine.model.trial import ALayer, AwaitedLinear, Inputs, Trial
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.runner.memory import weight_type_of
 from gptserve.engine.runner.memory_ahead import take_populated
@@ -85,16 +86,19 @@ class InputTrial(Trial):
         self._step = model_input(lay_out(spans, _BLOCK_SIZE).as_numpy(), setup.device)
         self._x = torch.empty(0)
         self._term: Tensor | None = None
+        self._inputs: Iterator[Tensor | None] = repeat(None)
 
-    def begin(self, embed: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def begin(self, embed: Callable[[Tensor, Tensor], Tensor], inputs: Inputs | None) -> None:
         self._x = embed(self._step.token_ids_T, self._step.positions_T)
+        self._inputs = repeat(None) if inputs is None else iter(inputs(self._step.token_ids_T, self._x))
 
     def computed(self, layer: ALayer, rotary: Rotary | None) -> ALayer:
         positions_T, metadata = self._step.positions_T, self._step.metadata
         if rotary is not None and rotary not in self._rotations:
             table = rotary_table(rotary, self._num_tokens, positions_T.device)
             self._rotations[rotary] = table[positions_T].unbind(1)
-        self._x, self._term = layer(self._x, self._term, self._rotations[rotary], next(self._caches), metadata)
+        of_layer = self._rotations[rotary], next(self._caches), metadata, next(self._inputs)
+        self._x, self._term = layer(self._x, self._term, *of_layer)
         self._linears.make_rest()
         return layer
 

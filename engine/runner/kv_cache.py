@@ -1,6 +1,7 @@
-"""The tensors that hold keys and values: one a layer, [2, num_blocks or more, kv_heads, block_size, elements of a row].
+"""The tensors that hold keys and values: [2, num_blocks or more, kv_heads, block_size, elements of a row].
 
-Layers may differ in kv_heads and head_size; a block has the same number in all of them.
+Each layer has one, but for those that read another one's. Layers may differ in kv_heads and head_size; a block has the
+same number in all of them.
 
 BlockPool knows which sequence owns which block; memory.py computes how many there are. ModelRunner builds the KVCache.
 """
@@ -36,13 +37,18 @@ class KVCache:
     ) -> None:
         self.dtype = dtype
         size = dtype.itemsize
-        shapes = [(layer.num_kv_heads, block_size, row_size(layer.head_size, size)) for layer in model.layers]
+        own = [layer for layer in model.layers if layer.kv_layer is None]
+        shapes = [(layer.num_kv_heads, block_size, row_size(layer.head_size, size)) for layer in own]
         self.num_bytes = 2 * num_blocks * sum(map(math.prod, shapes)) * size
         """Of the blocks; between those of two layers some more addresses may lie."""
         try:
             counts = Counter(shapes)  # layers of one shape lie side by side
             tensors = {shape: iter(_allocate(num, num_blocks, shape, dtype, device)) for shape, num in counts.items()}
-            self.layers = [next(tensors[shape]) for shape in shapes]
+            of_own = (next(tensors[shape]) for shape in shapes)
+            self.layers: list[Tensor] = []
+            """Of each layer; a layer that reads another one's keys and values has that one's tensor."""
+            for layer in model.layers:
+                self.layers.append(next(of_own) if layer.kv_layer is None else self.layers[layer.kv_layer])
         except (RuntimeError, MemoryError) as error:
             raise InvalidConfigurationError(
                 f"num_blocks is {num_blocks}, but memory for that many could not be allocated"

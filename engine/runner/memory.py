@@ -39,16 +39,20 @@ _MIN_CONTEXT = 2
 """One prompt token and one generated token."""
 
 _PARTS = {
-    "embedding": ("embed", "embed_in"),
+    "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
     "attention": ("qkv", "attn_gate", "attn_out", "sinks"),
-    "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction"),
-    "norms": (),  # all tensors named ..._norm
+    "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction", "factors"),
+    "layer inputs": ("input_proj", "input_gate", "input_out"),
+    "norms": ("scale",),  # and all tensors named ..._norm
     "head": ("head", "embed_out"),
 }
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
-_QUANTIZED = ("qkv", "attn_gate", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
+_QUANTIZED = (
+    *("qkv", "attn_gate", "attn_out", "ffn_up", "ffn_down", "input_proj", "input_gate", "input_out"),
+    *("embed_in", "embed_out", "head"),
+)
 """The weights that a quantization changes."""
 
 logger = logging.getLogger(__name__)
@@ -62,6 +66,9 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
     counts = dict.fromkeys(_PARTS, 0)
     for part, _, shape in _tensors(model, share):
         counts[part] += math.prod(shape)
+    for layer in share.of_config(model).layers:
+        if layer.keys_are_values:  # in the files once
+            counts["attention"] -= layer.kv_size * (model.hidden_size + model.qkv_bias)
     if counts["position"]:
         counts["position"] += model.position_offset * model.hidden_size
     return counts
@@ -69,10 +76,13 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
 
 def feed_forward_counts(model: ModelConfig) -> dict[Experts | None, int]:
     """Return the number of parameters of all layers' feed-forwards, by the experts that they have."""
-    counts = dict.fromkeys((layer.experts for layer in model.layers), 0)
+    counts: dict[Experts | None, int] = {}
     for part, name, shape in _tensors(model):
         if part == "feed-forward":
-            counts[model.layers[int(name.split(".")[1])].experts] += math.prod(shape)
+            layer = model.layers[int(name.split(".")[1])]
+            is_dense = layer.dense_size is not None and ".experts." not in name and ".router." not in name
+            experts = None if is_dense else layer.experts
+            counts[experts] = counts.get(experts, 0) + math.prod(shape)
     return counts
 
 
@@ -86,6 +96,8 @@ def weight_type_of(linear: str, quantization: Quantization | None, num_layers: i
         return None
     if quantization == "int8" or parts[0] != "blocks":
         return "int6" if quantization == "int4" and parts[-1] == "head" else "int8"
+    if parts[-1] in ("input_gate", "input_out"):  # of few columns, or rows
+        return "int8"
     if parts[-1] == "ffn_down":
         number = int(parts[1])
         return "int5" if number < num_layers // 4 or number >= num_layers - num_layers // 3 else "int4"
@@ -203,8 +215,8 @@ def held_weights(
 
 def _share_read(model: ModelConfig, name: str) -> float:
     """Return how much of a tensor a step of one token reads: a row of a table, the experts that are active."""
-    if name in ("embed.weight", "position.weight"):
-        return 1 / (model.vocab_size if name.startswith("embed") else model.max_position)
+    if name in ("embed.weight", "position.weight", "input_embed.weight"):
+        return 1 / (model.max_position if name.startswith("position") else model.vocab_size)
     experts = model.layers[int(name.split(".")[1])].experts if ".experts." in name else None
     return 1.0 if experts is None else experts.num_per_row / experts.num_all
 
@@ -219,11 +231,11 @@ def linear_bytes(
 
     Those that are not quantized have dtype_bytes an element. `codes` are what `codes_kept` returns.
     """
-    parts, num_bytes = {"attention", "feed-forward", "embedding" if model.tied_head else "head"}, 0
+    parts, num_bytes = {"attention", "feed-forward", "layer inputs", "embedding" if model.tied_head else "head"}, 0
     for part, name, shape in _tensors(model):
         if name in codes:
             num_bytes += codes[name].num_bytes(shape)
-        elif part in parts and name.endswith(".weight"):
+        elif part in parts and name.endswith(".weight") and name != "input_embed.weight":
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
             weight_type = weight_type_of(linear, quantization, model.num_layers)
             if weight_type is None:
@@ -237,18 +249,25 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     """Return the shapes (in, out) of the model's matrix products."""
     hidden, outer = model.hidden_size, model.embed_size or model.hidden_size
     shapes = {(outer, model.vocab_size), *([(outer, hidden), (hidden, outer)] if model.embed_size else [])}
+    if width := model.layer_input_size:
+        shapes |= {(hidden, model.num_layers * width), (hidden, width), (width, hidden)}
     for layer in model.distinct_layers:
         shapes |= {(hidden, layer.qkv_size), (layer.q_size, hidden)}
         if model.attention_gate is not None:
             shapes.add((hidden, layer.num_heads if model.gates_heads else layer.q_size))
-        shapes |= {(hidden, layer.ffn_size * (2 if model.gated_ffn else 1)), (layer.ffn_size, hidden)}
+        for width in (layer.ffn_size, layer.dense_size or layer.ffn_size):
+            shapes |= {(hidden, width * (2 if model.gated_ffn else 1)), (width, hidden)}
         shapes |= {(hidden, layer.experts.num_logits)} if layer.experts else set()
     return shapes
 
 
 def kv_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
-    """Return the bytes the keys and values of one token take, over all layers; elements of one byte are codes."""
-    row_sizes = (layer.num_kv_heads * row_size(layer.head_size, element_bytes) for layer in model.layers)
+    """Return the bytes the keys and values of one token take, over all layers that have their own.
+
+    Elements of one byte are codes.
+    """
+    own = (layer for layer in model.layers if layer.kv_layer is None)
+    row_sizes = (layer.num_kv_heads * row_size(layer.head_size, element_bytes) for layer in own)
     return 2 * sum(row_sizes) * element_bytes
 
 

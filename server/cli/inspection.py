@@ -43,14 +43,15 @@ AS_STORED = "as stored"
 """The column of a CPU that multiplies with codes as they are stored; the other weights are in bfloat16."""
 
 _ROWS = {
-    "embedding": ("embed", "embed_in"),
+    "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
     "attention q, k, v": ("qkv",),
     "attention out": ("attn_gate", "attn_out", "sinks"),
     "feed-forward": ("ffn_up", "ffn_down", "xielu"),
-    "router": ("router", "correction"),
+    "router": ("router", "correction", "factors"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts
-    "norms": (),  # all tensors named ..._norm
+    "layer inputs": ("input_proj", "input_gate", "input_out"),
+    "norms": ("scale",),  # and all tensors named ..._norm
     "head": ("head", "embed_out"),
 }
 """The canonical tensors of each row of what is stored and computed with."""

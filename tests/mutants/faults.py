@@ -130,13 +130,13 @@ FAULTS = (
     Fault(
         "parallel_norm_too_late",
         "engine/model/layers.py",
-        """        if not config.shared_norm:  # before attention is added to x
-            writer.norm(f"{name}.ffn_norm", "x", "h2")
-        attention("h", "x", "x")
+        """            if not config.shared_norm:  # before attention is added to x
+                writer.norm(f"{name}.ffn_norm", "x", "h2")
+            attention("h", "x", "x")
 """,
-        """        attention("h", "x", "x")
-        if not config.shared_norm:
-            writer.norm(f"{name}.ffn_norm", "x", "h2")
+        """            attention("h", "x", "x")
+            if not config.shared_norm:
+                writer.norm(f"{name}.ffn_norm", "x", "h2")
 """,
         ("tests/engine/backends/cpu/test_decoder.py", "tests/parity/test_families.py"),
         "the feed-forward of a parallel residual reads what attention has added",

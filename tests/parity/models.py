@@ -35,6 +35,8 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=corrections) * 0.2)
+        if name.endswith("layer_scalar"):
+            buffer.copy_(torch.rand(buffer.shape, generator=corrections) + 0.5)
     model.save_pretrained(folder, **saving)
     if model_type == "qwen3_vl_moe":
         _transpose_experts(folder)

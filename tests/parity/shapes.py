@@ -57,6 +57,27 @@ _XGLM = {
     "ffn_dim": 96,
 }
 _GEMMA = {**_LLAMA, "head_dim": 24, "query_pre_attn_scalar": 32, "num_hidden_layers": 4, "sliding_window": 12}
+_GEMMA4 = {
+    **_LLAMA,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 12,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "pad_token_id": 0,
+}
+_GEMMA4_DENSE = {**_GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+_GEMMA4_SMALL = {
+    **_GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 96,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 _ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -91,6 +112,16 @@ _SEEING = {
     "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 4,
+}
+_GEMMA4S_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 16,
 }
 _CLIP = {**_SEEING, "model_type": "clip_vision_model", "projection_dim": 32}
 _QWENS_EYES = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
@@ -210,6 +241,35 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "Gemma 3, logits capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0}),
+    "Gemma 4, past its window": (
+        "gemma4_text",
+        {**_GEMMA4_DENSE, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "Gemma 4, a window on all but the last layer": (
+        "gemma4_text",
+        {**_GEMMA4_DENSE, "layer_types": ["sliding_attention"] * 4, "attention_bias": True, "attention_k_eq_v": True},
+    ),
+    "Gemma 4 with experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4_DENSE,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
+    "Gemma 4, inputs of layers and shared keys": ("gemma4_text", _GEMMA4_SMALL),
+    "Gemma 4 12B": (
+        "gemma4_unified_text",
+        {
+            **{name: value for name, value in _GEMMA4_DENSE.items() if "per_layer" not in name},
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
     "gpt-oss, past its window": (
         "gpt_oss",
         {
@@ -483,6 +543,33 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "Gemma 4 that sees, inputs of layers and shared keys": (
+        "gemma4",
+        {
+            **_with_vision(_GEMMA4_SMALL, _GEMMA4S_EYES),
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [4, 2],
+                "output_proj_dims": 32,
+            },
+        },
+    ),
+    "Gemma 4 12B that sees": (
+        "gemma4_unified",
+        {
+            **_with_vision(
+                {
+                    **{name: value for name, value in _GEMMA4_DENSE.items() if "per_layer" not in name},
+                    "attention_k_eq_v": True,
+                    "num_global_key_value_heads": 1,
+                },
+                {"patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 64, "mm_posemb_size": 8},
+            ),
+            "audio_config": {"audio_embed_dim": 16},
+        },
+    ),
     "Command A that sees": (
         "cohere2_vision",
         _with_vision(
@@ -660,6 +747,7 @@ UNLIKE = frozenset(
         "llama",
         "qwen3",  # norms of heads
         "gemma3_text",  # windows, norms on both sides, scaled embeddings
+        "gemma4",  # inputs of layers, keys and values that are shared, heads of two sizes, numbers of layers
         "cohere",  # norms by mean without biases, halves side by side
         "mixtral",
         "glm4_moe",  # a dense first layer, shared experts, sigmoids

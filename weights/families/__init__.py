@@ -27,6 +27,7 @@ from gptserve.weights.families.exaone4 import EXAONE4, EXAONE_MOE
 from gptserve.weights.families.falcon import FALCON
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
+from gptserve.weights.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WITH_VISION, GEMMA4_WITH_VISION
 from gptserve.weights.families.glm import GLM, GLM4
 from gptserve.weights.families.glm4_moe import DOTS1, GLM4_MOE, SOLAR_OPEN
 from gptserve.weights.families.gpt2 import GPT2
@@ -140,7 +141,7 @@ FAMILIES: dict[str, Family] = {
         ),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2, HUNYUAN_MOE),
         *(COHERE2_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, SOLAR_OPEN, EXAONE_MOE, HY_V3, MELLUM, FLINT, FLEX_OLMO),
-        *(AFMOE, LAGUNA),
+        *(AFMOE, LAGUNA, GEMMA4, GEMMA4_UNIFIED, GEMMA4_WITH_VISION, GEMMA4_UNIFIED_WITH_VISION),
         *(
             GEMMA3_WITH_VISION,
             COHERE2_VISION,

@@ -8,6 +8,9 @@ layer; linears are [out, in]):
     position.weight      [max_position, hidden]
     embed_in, embed_out  [hidden, embed] and [embed, hidden]
     embed_norm, final_norm
+    input_embed          [vocab, layers * input]
+    input_proj           [layers * input, hidden]
+    input_norm           [input]
     head                 [vocab, embed]
     blocks.{i}.
         attn_norm, attn_output_norm, ffn_norm, ffn_output_norm
@@ -21,7 +24,13 @@ layer; linears are [out, in]):
         ffn_down         [hidden, ffn]
         router           [experts, hidden], with one more row for a gate of the shared experts
         router.correction [experts], fp32
+        scale            [1], fp32: the layer's, of its output
+        router.factors   [experts], fp32
         experts.{e}.     ffn_up and ffn_down of each instead of those above, the shared ones last
+        dense_output_norm, experts_norm, experts_output_norm, router_norm: where both are
+        input_gate       [input, hidden]
+        input_out        [hidden, input]
+        input_output_norm
 """
 
 from __future__ import annotations

@@ -51,18 +51,20 @@ def _named(
     config: ModelConfig, layer: LayerConfig, name: str, stored: Sequence[str], transpose: bool, qkv_order: RowOrder
 ) -> dict[str, Source]:
     """Return the weight and bias of one canonical name, as far as the layer has them, in its sizes."""
-    hidden, ffn, embed = config.hidden_size, layer.ffn_size, config.embed_size or config.hidden_size
+    hidden, embed, num_in = config.hidden_size, config.embed_size or config.hidden_size, config.layer_input_size or 0
+    ffn = layer.dense_size or layer.ffn_size
     num_q, num_kv = layer.q_size, layer.kv_size
     kind = name.rpartition(".")[2]
-    is_absent = {"final_norm": config.norm_placement == "sum"}
-    is_absent["ffn_norm"] = config.shared_norm
-    is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
-    is_absent |= dict.fromkeys(("ffn_up", "ffn_down"), layer.experts is not None)
-    is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
-    is_absent["xielu"] = not config.xielu
-    is_absent["attn_gate"] = config.attention_gate is None
-    if is_absent.get(kind):
+    if _absent(config, layer).get(kind):
         return {}
+    if kind == "scale":
+        return {name: Source(((stored[0], (1,)),), is_wide=True)} if config.layer_scale else {}
+    if kind == "qkv" and layer.keys_are_values:
+        stored = (*stored[:2], stored[1])
+    if kind == "qkv" and layer.kv_layer is not None:
+        stored = stored[:1]
+    if kind == "router_norm":
+        return {f"{name}.weight": Source(((stored[0], (hidden,)),))}
     if kind == "sinks":
         return {name: Source(((stored[0], (layer.num_heads,)),))} if config.attention_sinks else {}
     if kind == "xielu":
@@ -70,7 +72,7 @@ def _named(
     if config.qk_norm == "own" and kind in ("q_norm", "k_norm"):
         return {f"{name}.weight": _own_norms(layer, kind, stored[0], qkv_order)}
     if kind.endswith("_norm"):
-        whole = {"q_norm": num_q, "k_norm": num_kv}.get(kind, hidden)
+        whole = {"q_norm": num_q, "k_norm": num_kv, "input_norm": num_in}.get(kind, hidden)
         size = layer.head_size if config.qk_norm == "head" and kind in ("q_norm", "k_norm") else whole
         has = {"weight": config.norm_weight, "bias": config.norm_bias}
         return {f"{name}.{part}": Source(((f"{stored[0]}.{part}", (size,)),)) for part, there in has.items() if there}
@@ -78,7 +80,11 @@ def _named(
         "embed": ((config.vocab_size,), embed, False),
         "position": ((config.position_offset + config.max_position,), hidden, False),
         "embed_in": ((hidden,), embed, False),
-        "qkv": ((num_q, num_kv, num_kv), hidden, config.qkv_bias),
+        "input_embed": ((config.vocab_size,), config.num_layers * num_in, False),
+        "input_proj": ((config.num_layers * num_in,), hidden, False),
+        "input_gate": ((num_in,), hidden, False),
+        "input_out": ((hidden,), num_in, False),
+        "qkv": ((num_q, num_kv, num_kv) if layer.kv_layer is None else (num_q,), hidden, config.qkv_bias),
         "attn_gate": ((layer.num_heads if config.gates_heads else num_q,), hidden, False),
         "attn_out": ((hidden,), num_q, config.attn_out_bias),
         "ffn_up": ((ffn,) * (1 + config.gated_ffn), hidden, config.ffn_bias),
@@ -86,14 +92,34 @@ def _named(
         "embed_out": ((embed,), hidden, False),
         "head": ((config.vocab_size,), embed, config.head_bias),
     }
-    rows, num_in, bias = linears[kind]
+    rows, columns, bias = linears[kind]
     if kind == "head" and config.tied_head:
         return {f"{name}.bias": Source(((f"{stored[0]}.bias", rows),))} if bias else {}
     parts = list(zip(stored, rows, strict=True)) if len(stored) > 1 else [(stored[0], sum(rows))]
     order = qkv_order if kind == "qkv" else None
     if kind == "position" and config.position_offset:
         order = tuple(range(config.position_offset, *rows))
-    return linear(name, parts, num_in, bias=bias, row_order=order, transpose=transpose)
+    return linear(name, parts, columns, bias=bias, row_order=order, transpose=transpose)
+
+
+def _absent(config: ModelConfig, layer: LayerConfig) -> dict[str, bool]:
+    """Return whether the layer, or the model, lacks the tensors of a kind."""
+    is_absent = {"final_norm": config.norm_placement == "sum"}
+    is_absent["ffn_norm"] = config.shared_norm
+    is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
+    is_absent |= dict.fromkeys(("ffn_up", "ffn_down"), layer.experts is not None and layer.dense_size is None)
+    is_absent |= dict.fromkeys(_BESIDE, layer.dense_size is None) | dict.fromkeys(
+        _OF_INPUTS, not config.layer_input_size
+    )
+    is_absent["k_norm"] |= layer.kv_layer is not None
+    is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
+    is_absent["xielu"] = not config.xielu
+    is_absent["attn_gate"] = config.attention_gate is None
+    return is_absent
+
+
+_BESIDE = ("dense_output_norm", "experts_norm", "experts_output_norm", "router_norm")
+_OF_INPUTS = ("input_embed", "input_proj", "input_norm", "input_gate", "input_out", "input_output_norm")
 
 
 def _own_norms(layer: LayerConfig, kind: str, stored: str, qkv_order: RowOrder) -> Source:
@@ -127,6 +153,7 @@ def with_experts(
     *,
     correction: str = "",
     has_correction_rows: bool = False,
+    factors: str = "",
     shared: Shared | None = None,
 ) -> Callable[[ModelConfig], dict[str, Source]]:
     """Return `dense` with the routers and experts of the layers that have them, each expert stored apart, in order.
@@ -151,6 +178,8 @@ def with_experts(
                 entry = 0 if has_correction_rows else None
                 stored = ((correction.format(number), shape),)
                 found[f"{block}router.correction"] = Source(stored, entry=entry, is_wide=True)
+            if experts.router.has_factors:
+                found[f"{block}router.factors"] = Source(((factors.format(number), (experts.num,)),), is_wide=True)
             for e in range(experts.num):
                 parts = [(part.format(number, e), ffn) for part in up]
                 found |= linear(f"{block}experts.{e}.ffn_up", parts, hidden, bias=bias)

@@ -47,9 +47,11 @@ def read_rotary(
     num_pairs = int(head_size * min(fraction, 2.0)) // 2  # 2, too many, stands for more: that may be beyond any float
     if not 1 <= num_pairs <= head_size // 2:
         raise scaling.error("partial_rotary_factor", f"a share of {head_size} dimensions, at least 2")
-    plain = tuple(theta ** (-i / num_pairs) for i in range(num_pairs))
     kinds = [scaling.text(name) for name in ("rope_type", "type") if name in scaling]
     kind = kinds[0] if kinds else "default"
+    # In proportion to the head, all pairs of which turn: those beyond the fraction by no angle.
+    num_all = head_size // 2 if kind == "proportional" else num_pairs
+    plain = (*(theta ** (-i / num_all) for i in range(num_pairs)), *(0.0,) * (num_all - num_pairs))
     scaling.skip(*_UNUSED)
     if kind not in _SCALINGS:
         raise UnsupportedModelError(f"config.json: rope_type must be one of {', '.join(_SCALINGS)}, got {shown(kind)}")
@@ -78,9 +80,11 @@ def with_rotary_by_kind(raw: RawConfig, config: ModelConfig, *, theta: float, lo
     by_kind = raw.section("rope_parameters")
     everything = by_kind.section("full_attention") if "full_attention" in by_kind else raw.section("rope_scaling")
     local = by_kind.section("sliding_attention")
-    size, context = config.layers[0].head_size, config.max_position
+    context = config.max_position
+    sizes = {layer.window is None: layer.head_size for layer in config.layers}
+    size, local_size = (sizes.get(kind, config.layers[0].head_size) for kind in (True, False))
     wide, max_position = read_rotary(raw, size, context, scaling=everything, theta=theta)
-    narrow, _ = read_rotary(RawConfig({}), size, context, scaling=local, theta=local_theta)
+    narrow, _ = read_rotary(RawConfig({}), local_size, context, scaling=local, theta=local_theta)
     config = config.change_layers(lambda layer: replace(layer, rotary=wide if layer.window is None else narrow))
     return replace(config, position=None, max_position=max_position)
 
@@ -189,6 +193,7 @@ _SCALINGS: dict[str, Callable[[RawConfig, Frequencies, float, int, int], Scaled]
     "dynamic": _dynamic,
     "mrope": _plain,
     "linear": _linear,
+    "proportional": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -106,11 +106,14 @@ class CpuAttention:
         return out_THD
 
     def operation(self, spec: AttentionSpec, layer: int) -> Attend:
-        """Return `write` and `attend` of a layer as data of a program, which gets `step_data` at each run."""
-        key = spec.num_heads * spec.head_size
+        """Return `write` and `attend` of a layer as data of a program, which gets `step_data` at each run.
+
+        A layer that reads the keys of another one does not write.
+        """
+        key, writes = spec.num_heads * spec.head_size, not spec.reads_other
         return Attend(
             *(_per_head(spec.alibi_slopes, spec), _per_head(spec.sinks, spec)),
-            *(layer, key, key + spec.num_kv_heads * spec.head_size, spec.num_heads, spec.window or 0),
+            *(layer, key, key + spec.num_kv_heads * spec.head_size, spec.num_heads, spec.window or 0, writes),
             *(spec.scale, spec.softcap or 0, self._instructions),
         )
 

@@ -20,6 +20,9 @@ def buffer_widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the buffers of both programs: by name, the elements of a row."""
     buffers = dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size)
     buffers["embedded"] = config.embed_size or config.hidden_size
+    if config.layer_input_size:
+        buffers |= dict.fromkeys(("inputs", "projected"), config.num_layers * config.layer_input_size)
+        buffers["input"] = config.layer_input_size
     for layer in config.distinct_layers:
         buffers |= {buffer_name(kind, width): width for kind, width in layer_widths(config, layer, dtype).items()}
     return buffers
@@ -35,6 +38,8 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
         "up": num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1),
         "gated": num_ffns * layer.ffn_size,
     }
+    if layer.dense_size is not None:
+        widths |= {"dense_up": layer.dense_size * (2 if config.gated_ffn else 1), "dense_gated": layer.dense_size}
     if config.attention_gate is not None:
         widths["gates"] = layer.num_heads if config.gates_heads else layer.q_size
     if experts is not None:

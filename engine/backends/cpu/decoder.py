@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from ctypes import Array, Structure, addressof, c_float, c_int32, c_void_p
-from itertools import chain
+from ctypes import Array, Structure, addressof, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -24,10 +23,13 @@ from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.buffers import buffer_name, buffer_widths, layer_widths, scores_kind, wide_kinds
 from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
+from gptserve.engine.backends.cpu.obstacle import find_obstacle
 from gptserve.engine.backends.cpu.program import HEAD_GATES, Experts, Gate, Norm, Program, Rotation, Table, router_data
 from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, Cache
+from gptserve.engine.model.feed_forward import DenseAndExperts
+from gptserve.engine.model.layer_inputs import LayerInputs
 from gptserve.engine.model.layers import Block
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import Rows
@@ -54,7 +56,7 @@ def native_decoder(
     `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has the
     rotary table of each layer.
     """
-    obstacle = _obstacle(config, parts, backend)
+    obstacle = find_obstacle(config, parts, backend)
     if parts.group is not None and obstacle is None:
         warn_of_fallback("decoder", "'torch', which is slower, is", "'program'", "a program has no ranks")
         return None
@@ -67,7 +69,7 @@ def native_decoder(
     kinds = wide_kinds(parts)
     wide = tuple(name for name in (*widths, "logits") if name.partition(" ")[0] in kinds)
     step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
-    step.embed(embedding, positions)
+    step.begin(embedding, positions)
     for layer, rotations in enumerate(rotations_of(tables)):
         step.block(layer, rotations, backend)
     step.program.add("take", "x", "taken")
@@ -76,24 +78,6 @@ def native_decoder(
     dtypes = {name: torch.float32 if name in wide else dtype for name in widths}
     sizes = config.vocab_size, config.logit_softcap
     return NativeDecoder(widths, dtypes, *sizes, step.program, head.program, backend)
-
-
-def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
-    """Return why no program can compute this model; None if one can."""
-    if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
-        return "its products are not those of engine/backends/cpu"
-    mixtures = [number for number, layer in enumerate(config.layers) if layer.experts is not None]
-    if any(f"blocks.{number}.experts.0.ffn_up" not in parts.linears for number in mixtures):
-        return "its experts are multiplied by kernels of a GPU"
-    if not isinstance(backend, CpuAttention):
-        return f"attention is {backend.name!r}"
-    if config.parallel_residual and config.norm_placement != "input":
-        return f"its residual is parallel, its norms are at {config.norm_placement!r}"
-    of_layers = [(layer.q_size, layer.ffn_size) for layer in config.distinct_layers]
-    widths = (config.hidden_size, config.embed_size or 0, *chain.from_iterable(of_layers))
-    if any(width % native.ROW_MULTIPLE for width in widths):
-        return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
-    return None
 
 
 class NativeDecoder:
@@ -194,7 +178,7 @@ class _Writer:
         }
         """The buffers of each layer, by their kind."""
 
-    def embed(self, embedding: Rows, positions: Tensor | None) -> None:
+    def begin(self, embedding: Rows, positions: Tensor | None) -> None:
         """Write the embedded tokens to x."""
         config, target = self._config, "embedded" if self._config.embed_size else "x"
         scale = torch.tensor(config.embed_scale, dtype=self._dtype).item()  # rounded as in Decoder
@@ -208,9 +192,11 @@ class _Writer:
         if config.embed_norm:
             self._norm("embed_norm", target, target)
         if config.embed_size:
-            self._linear("embed_in", target, "x")
+            self.linear("embed_in", target, "x")
         if positions is not None:
             self.program.add("add_position", "x", "x", Table(self._address(positions), 1.0))
+        if config.layer_input_size:
+            LayerInputs.write(self)
 
     def block(self, number: int, rotations: tuple[Tensor, ...], backend: CpuAttention) -> None:
         """Put x through a layer, as `Block` in layers.py defines it."""
@@ -218,9 +204,11 @@ class _Writer:
         attention, buffers = self._attention(number, rotations, backend), self._buffers[layer]
         if layer.experts is None:
             ffn = self._feed_forward(name, buffers)
-        else:
+        elif layer.dense_size is None:
             ffn = self._mixture(name, layer.experts, buffers)
-        Block.write(self._config, name, self, attention, ffn)
+        else:
+            ffn = self._dense_and_experts(name, layer.experts, buffers)
+        Block.write(self._config, number, self, attention, ffn)
 
     def head(self) -> None:
         """Write the logits of taken rows of x."""
@@ -230,9 +218,9 @@ class _Writer:
         else:
             self._norm("final_norm", "taken", source)
         if self._config.embed_size:
-            self._linear("embed_out", source, "embedded")
+            self.linear("embed_out", source, "embedded")
             source = "embedded"
-        self._linear("head", source, "logits")
+        self.linear("head", source, "logits")
 
     def norm(self, name: str, source: str, target: str) -> None:
         self._norm(name, source, target)
@@ -243,15 +231,26 @@ class _Writer:
     def add(self, target: str, term: str) -> None:
         self.program.add("add", target, target, residual=term)
 
+    def embed(self, name: str, target: str) -> None:
+        rows, scale = self._parts.tables[name]
+        self.program.add("embed", target, target, Table(self._address(rows), scale))
+
+    def multiply(self, target: str, factors: str, first: int) -> None:
+        self.program.add("multiply", factors, target, c_int64(first))
+
+    def scale(self, name: str, target: str) -> None:
+        self.program.add("scale", target, target, c_float(self._parts.scales[name]))
+
     def _attention(self, layer: int, rotations: tuple[Tensor, ...], backend: CpuAttention) -> WritePart:
         name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
-        num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+        num_heads, num_kv_heads, size = spec.num_heads, 0 if spec.reads_other else spec.num_kv_heads, spec.head_size
         buffers, gate = self._buffers[config.layers[layer]], config.attention_gate
         qkv, heads = buffers["qkv"], buffers["heads"]
 
         def normalize() -> None:
             if config.qk_norm is not None:
-                for part, first, count in (("q", 0, num_heads), ("k", num_heads, num_kv_heads)):
+                of_keys = [("k", num_heads, num_kv_heads)] if num_kv_heads else []
+                for part, first, count in (("q", 0, num_heads), *of_keys):
                     if config.qk_norm == "own":
                         for head in range(count):
                             place = (first + head) * size, 1, size
@@ -259,11 +258,14 @@ class _Writer:
                         continue
                     vectors = (count, size) if config.qk_norm == "head" else (1, count * size)
                     self._norm(f"{name}.{part}_norm", qkv, qkv, (first * size, *vectors))
+            if config.v_norm and num_kv_heads:
+                place = (num_heads + num_kv_heads) * size, num_kv_heads, size
+                self._norm(f"{name}.v_norm", qkv, qkv, place)
 
         def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.qkv", source, qkv)
+            self.linear(f"{name}.qkv", source, qkv)
             if gate is not None:
-                self._linear(f"{name}.attn_gate", source, buffers["gates"])
+                self.linear(f"{name}.attn_gate", source, buffers["gates"])
             if config.qkv_clip is not None:
                 self.program.add("clamp", qkv, qkv, c_float(config.qkv_clip))
             if not config.qk_norm_after_rotation:
@@ -275,29 +277,40 @@ class _Writer:
             self.program.add("attend", qkv, heads, backend.operation(spec, layer))
             if gate is not None:
                 self.program.add("gate_heads", buffers["gates"], heads, c_int32(HEAD_GATES.index(gate)))
-            self._linear(f"{name}.attn_out", heads, target, residual)
+            self.linear(f"{name}.attn_out", heads, target, residual)
 
         return append
 
     def _feed_forward(self, name: str, buffers: Mapping[str, str]) -> WritePart:
         def append(source: str, target: str, residual: str) -> None:
             hidden = buffers["up"]
-            self._linear(f"{name}.ffn_up", source, hidden)
+            self.linear(f"{name}.ffn_up", source, hidden)
             if self._config.gated_ffn:
                 hidden = buffers["gated"]
                 self.program.add("gate", buffers["up"], hidden, self._gate())
             if self._config.xielu:
                 self.program.add("xielu", hidden, hidden, (c_float * 4)(*self._parts.xielus[name].numbers.tolist()))
-            self._linear(f"{name}.ffn_down", hidden, target, residual)
+            self.linear(f"{name}.ffn_down", hidden, target, residual)
 
         return append
 
-    def _mixture(self, name: str, experts: Mixture, buffers: Mapping[str, str]) -> WritePart:
+    def _dense_and_experts(self, name: str, experts: Mixture, buffers: Mapping[str, str]) -> WritePart:
+        of_dense = {**buffers, "up": buffers["dense_up"], "gated": buffers["dense_gated"]}
+        dense, mixture = self._feed_forward(name, of_dense), self._mixture(name, experts, buffers, is_routed=True)
+        logits = buffers[scores_kind(experts)]
+        return lambda source, target, residual: DenseAndExperts.write(name, self, logits, dense, mixture)
+
+    def _mixture(
+        self, name: str, experts: Mixture, buffers: Mapping[str, str], *, is_routed: bool = False
+    ) -> WritePart:
+        """Return what writes a mixture; with `is_routed` its router has computed."""
         scores, correction = buffers[scores_kind(experts)], self._parts.corrections.get(f"{name}.router")
+        factors = self._parts.factors.get(f"{name}.router")
+        addresses = (None if its is None else self._address(its) for its in (correction, factors))
         data = Experts(
             ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num_all)),
             downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num_all)),
-            router=self._kept(router_data(experts, None if correction is None else self._address(correction))),
+            router=self._kept(router_data(experts, *addresses)),
             gate=self._kept(self._gate()) if self._config.gated_ffn else None,
             ends=self._kept((c_int32 * experts.num_all)()),
             num=experts.num,
@@ -308,7 +321,8 @@ class _Writer:
         )
 
         def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.router", source, scores)
+            if not is_routed:
+                self.linear(f"{name}.router", source, scores)
             self.program.add("experts", source, target, data, residual=residual)
 
         return append
@@ -318,7 +332,7 @@ class _Writer:
         limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=self._dtype).item()  # rounded, as torch clamps
         return Gate(limit, native.ACTIVATIONS.index(self._config.activation))
 
-    def _linear(self, name: str, source: str, target: str, residual: str = "") -> None:
+    def linear(self, name: str, source: str, target: str, residual: str = "") -> None:
         self.program.add("linear", source, target, self._weight(name), residual=residual)
 
     def _weight(self, name: str) -> native.PackedWeight:
@@ -341,14 +355,18 @@ class _Writer:
     def _norm(
         self, name: str, source: str, target: str, vectors: tuple[int, int, int] | None = None, own: int | None = None
     ) -> None:
-        """Normalise whole rows, or vectors of a row: (where the first begins, how many, their width).
+        """Normalise whole rows, side by side as many as the weights have numbers, or vectors of a row.
+
+        `vectors` says where the first of those begins, how many there are, and their width.
 
         `own`, if given, is the number of a vector with weights of its own.
         """
         norm = self._parts.norms[name]
         of_vector = norm.weight if own is None or norm.weight is None else norm.weight[own]
         weight, bias = (None if vector is None else self._address(vector.float()) for vector in (of_vector, norm.bias))
-        place = vectors or (0, 1, self._widths[source])
+        width = self._widths[source]
+        size = width if of_vector is None else len(of_vector)
+        place = vectors or (0, width // size, size)
         self.program.add("norm", source, target, Norm(weight, bias, *place, norm.eps, norm.kind == "layernorm"))
 
     def _address(self, tensor: Tensor) -> int:

@@ -24,6 +24,8 @@ Kind = Literal[
     "add_position",
     "norm",
     "clamp",
+    "scale",
+    "multiply",
     "rotate",
     "gate",
     "gate_heads",
@@ -35,7 +37,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 """The index is the library's number."""
 HEAD_GATES: tuple[AttentionGate, ...] = get_args(AttentionGate)
 """The index is the library's number."""
-_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "gate", "xielu", "add", "copy")
+_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "scale", "gate", "xielu", "add", "copy")
 _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 
 
@@ -70,7 +72,7 @@ class Attend(Structure):
 
     _fields_ = native.members(
         (c_void_p, "slopes sinks"),
-        (c_int64, "layer key value num_heads window"),
+        (c_int64, "layer key value num_heads window writes"),
         (c_float, "scale softcap"),
         (c_int32, "instructions"),
     )
@@ -80,7 +82,7 @@ class Router(Structure):
     """Router of program.h."""
 
     _fields_ = native.members(
-        (c_void_p, "correction"),
+        (c_void_p, "correction factors"),
         (c_int64, "num_groups num_active_groups"),
         (c_float, "min_sum scale shared_weight"),
         (c_int32, "plain sigmoid renormalised shared_gate"),
@@ -109,11 +111,15 @@ class Experts(Structure):
     )
 
 
-def router_data(experts: Mixture, correction: int | None) -> Router:
-    """Return how a mixture chooses; `correction` is the address of its router's, fp32 [experts.num], if it has one."""
+def router_data(experts: Mixture, correction: int | None, factors: int | None = None) -> Router:
+    """Return how a mixture chooses; `correction` and `factors` are the addresses of its router's, if it has them.
+
+    Each is fp32 [experts.num].
+    """
     router = experts.router
     return Router(
         correction=correction,
+        factors=factors,
         num_groups=router.num_groups,
         num_active_groups=router.num_active_groups,
         min_sum=router.min_sum,

@@ -107,6 +107,15 @@ def test_a_correction_takes_part_in_the_choice_alone() -> None:
     assert found == pytest.approx({2: 1 / (1 + math.e**2), 1: 1 / (1 + math.e**-2)})
 
 
+def test_weights_are_multiplied_by_a_number_of_their_expert_after_all_else() -> None:
+    shape = Experts(3, 2, Router(has_factors=True, scale=2.0), num_shared=1)
+    logits, factors = torch.tensor([[0.0, 1.0, -1.0]]), torch.tensor([0.5, 3.0, 100.0])
+    chosen, weights = route(shape, logits, None, factors)
+    assert chosen.tolist() == [[1, 0, 3]]
+    first = 2 / (1 + 1 / math.e)
+    assert weights[0].tolist() == pytest.approx([3 * first, 0.5 * (2 - first), 1.0])
+
+
 def test_weights_are_divided_by_their_sum_or_by_the_least_one() -> None:
     shape = Experts(3, 2, Router("sigmoid", min_sum=0.5))
     assert routed(shape, 0.0, 0.0, -9.0) == {0: 0.5, 1: 0.5}

@@ -38,6 +38,10 @@ NUM_TOKENS = 24
 UNSPLIT = {
     "GPT-2, one layer of one head": "its 1 heads are no multiple of 2",
     **dict.fromkeys(
+        ("Gemma 4, inputs of layers and shared keys", "Gemma 4 that sees, inputs of layers and shared keys"),
+        "its layers have inputs of their own",
+    ),
+    **dict.fromkeys(
         ("OLMo 2", "OLMo 3, past its window", "OLMo 3, YaRN on some layers", "OLMoE", "MiniMax M2", "FlexOlmo"),
         "its norm of queries and keys (qk_norm) is over all heads",
     ),

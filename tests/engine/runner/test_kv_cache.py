@@ -47,6 +47,14 @@ def test_the_tensors_take_the_bytes_that_were_planned() -> None:
     assert sum(layer.nbytes for layer in cache.layers) == cache.num_bytes == 5 * BLOCK_BYTES
 
 
+def test_a_layer_that_reads_the_keys_of_another_one_has_its_tensor_and_takes_no_memory() -> None:
+    first, second, third = MODEL.layers
+    model = replace(MODEL, layers=(first, replace(second, head_size=32), replace(third, kv_layer=0)))
+    cache = KVCache(model, 5, 16, torch.float32, torch.device("cpu"))
+    assert cache.layers[2] is cache.layers[0] is not cache.layers[1]
+    assert sum(layer.nbytes for layer in cache.layers[:2]) == cache.num_bytes == 5 * 16 * kv_bytes_per_token(model, 4)
+
+
 def test_in_int8_a_row_has_a_scale_behind_its_codes() -> None:
     cache = KVCache(MODEL, 5, 16, torch.int8, torch.device("cpu"))
     assert [layer.shape for layer in cache.layers] == [(2, 5, 2, 16, 20)] * 3

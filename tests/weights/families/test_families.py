@@ -59,7 +59,7 @@ def test_every_family_is_found_by_its_model_type() -> None:
             "llama4_text attends within chunks of 8,192 positions, and its routers weigh what experts read",
         ),
         ("deepseek_v4", "deepseek_v4 attends to compressed keys and values"),
-        ("gemma4", "gemma4 has layers that share keys and values or have embeddings of their own"),
+        ("gemma3n", "gemma3n has layers that share keys and values or have embeddings of their own"),
         ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
         ("beam", r"beam multiplies what attention gives by gates of its input \(as BEAM does\)"),
         ("mimo_v2_flash", "mimo_v2_flash has values of another size than its keys"),
@@ -446,7 +446,7 @@ def load_neo(folder: Path, **fields: Any) -> ModelConfig:
 @pytest.mark.parametrize(
     "model_type",
     [
-        *("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
         *("aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm"),
     ],
 )

@@ -50,7 +50,7 @@ void attend(const Program& program, const Step& step, const Operation& op) {
     const uint8_t* qkv = (const uint8_t*)in.data;
     const AttentionCache* cache = step.caches[a.layer];
     const int64_t size = program.element_bytes;
-    native_write(step.batch, cache, qkv + a.key * size, qkv + a.value * size, in.width, size);
+    if (a.writes) native_write(step.batch, cache, qkv + a.key * size, qkv + a.value * size, in.width, size);
     native_attend(step.batch, cache, qkv, in.width, program.buffers[op.out].data, size, a.num_heads, a.scale, a.window,
                   a.slopes, a.sinks, a.softcap, a.instructions);
 }

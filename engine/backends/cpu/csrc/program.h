@@ -22,6 +22,8 @@ enum Kind {
     ADD_POSITION,  // data: Table; out is in plus the row of the position
     NORM,          // data: Norm
     CLAMP,         // data: const float*; to [-limit, limit]
+    SCALE,         // data: const float*, a factor; in place
+    MULTIPLY,      // data: const int64_t*, where in the in the elements begin by which those of out are multiplied, in place
     ROTATE,        // data: Rotation; in place
     GATE,          // data: Gate; out is act(first half of in) * second half
     GATE_HEADS,    // data: const int32_t*, a HeadGate; out, heads, is multiplied by the gates in in, in place
@@ -36,7 +38,7 @@ enum Kind {
 };
 
 // In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR with
-// codes, both of GATE and XIELU, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
+// codes, both of GATE and XIELU, that of SCALE, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
 struct Buffer {
     void* data;     // [rows][width], of fp32 if wide, else of the program's elements
     int64_t width;
@@ -115,6 +117,7 @@ struct Xielu {
 // How a mixture chooses and weighs experts: Router of weights/config.py has the meaning of each field.
 struct Router {
     const float* correction;  // [num] of the experts that are chosen, or null
+    const float* factors;     // [num] of their weights, or null
     int64_t num_groups, num_active_groups;
     float min_sum, scale;
     float shared_weight;  // of each shared expert without a gate
@@ -157,10 +160,10 @@ static inline Routes routes_of(const Experts& experts, const Program& program, i
     return {start, (float*)(start + num), start + 2 * num, (float*)(start + 3 * num)};
 }
 
-// in is the fused queries, keys and values.
+// in is the fused queries, keys and values; without `writes` it is queries alone, and the cache has the others already.
 struct Attend {
     const float *slopes, *sinks;
-    int64_t layer, key, value, num_heads, window;  // key and value: where they begin in a row
+    int64_t layer, key, value, num_heads, window, writes;  // key and value: where they begin in a row
     float scale, softcap;
     int32_t instructions;
 };

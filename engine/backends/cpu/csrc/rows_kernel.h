@@ -144,6 +144,21 @@ static void clamp(const Operation& op, const Program& program, const Step&, int6
 }
 
 template <class T>
+static void scale(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Floats factor = broadcast(*(const float*)op.data);
+    const Row<T> out = wide_or_narrow_row<T>(program, op.out, row);
+    each(program.buffers[op.out].width, [=](int64_t i, int count) { out.set(i, count, out.get(i, count) * factor); });
+}
+
+template <class T>
+static void multiply_row(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const T* in = row_of<T>(program, op.in, row) + *(const int64_t*)op.data;
+    T* out = row_of<T>(program, op.out, row);
+    each(program.buffers[op.out].width,
+         [=](int64_t i, int count) { store(out + i, count, load(out + i, count) * load(in + i, count)); });
+}
+
+template <class T>
 static void rotate(const Operation& op, const Program& program, const Step& step, int64_t row) {
     const Rotation& rotation = *(const Rotation*)op.data;
     const int64_t num_pairs = rotation.num_pairs;
@@ -327,6 +342,8 @@ static inline void weigh_scores(const Experts& experts, const Routes& routes, co
     each(experts.num_active, [=](int64_t i, int count) {
         store(routes.weights + i, count, load(routes.weights + i, count) / divisor * factor);
     });
+    if (!router.factors) return;
+    for (int64_t k = 0; k < experts.num_active; k++) routes.weights[k] *= router.factors[routes.experts[k]];
 }
 
 template <class T>
@@ -389,6 +406,6 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
 
 template <class T>
 static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
-    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, gate_heads<T>,
-    xielu<T>, add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
+    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, scale<T>, multiply_row<T>,
+    rotate<T>, gate<T>, gate_heads<T>, xielu<T>, add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

@@ -19,8 +19,8 @@ from gptserve.engine.backends.fallback import warn_of_fallback
 from gptserve.engine.backends.gpu.device_loss import WITHOUT_TRITON, end_if_lost
 from gptserve.engine.backends.gpu.operations import TritonOperations
 from gptserve.engine.backends.gpu.selfcheck.proofs import NO_PROOFS, Proofs, proofs_of
-from gptserve.engine.model.layers import take_feed_forward
-from gptserve.engine.model.loading import StreamedTensors, take_norm
+from gptserve.engine.model.feed_forward import take_mixture
+from gptserve.engine.model.loading import StreamedTensors, bare_norm, take_norm
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, rotate_
@@ -165,6 +165,8 @@ def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) ->
             own_size = size if model.qk_norm == "own" else None
             width = num_heads * size if own_size else x.shape[-1]
             found.append(_norm(model, width, numbers, operations, own_size)(x))
+            if model.v_norm:
+                found.append(bare_norm(model, StreamedTensors(iter(()), operations=operations), "norm")(heads))
     return torch.cat([y.flatten() for y in found])
 
 
@@ -207,7 +209,7 @@ def _norm(
 
 
 def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
-    widths = dict.fromkeys(layer.ffn_size for layer in model.layers)
+    widths = dict.fromkeys(width for layer in model.layers for width in (layer.ffn_size, layer.dense_size) if width)
     inputs = [numbers(_ROWS[0], 2 * width, scale=3) for width in widths]
     return torch.cat([operations.gate(x, model.activation, model.ffn_limit).flatten() for x in inputs])
 
@@ -245,11 +247,13 @@ def _mix(
                 yield f"block.{name}.bias", numbers(num_out)
             if name == "router" and experts.router.has_correction:
                 yield "block.router.correction", numbers(experts.num).float()
+            if name == "router" and experts.router.has_factors:
+                yield "block.router.factors", numbers(experts.num).float()
 
     if products is not None:
         operations = replace(operations, experts=products)
     source = StreamedTensors(tensors(), operations=operations)
-    mixture = take_feed_forward(model, experts, source, "block")
+    mixture = take_mixture(model, experts, source, "block")
     rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]
     alone = mixture(rows[0][0])  # as where the next norm adds the residual
     return torch.cat([alone, *(mixture(x, residual) for x, residual in rows)])

@@ -83,13 +83,16 @@ class Mixture:
         ups = FFN * 2 if shape.is_gated else FFN
         self.experts = [(linear(HIDDEN, ups, activation), linear(FFN, HIDDEN)) for _ in range(shape.choice.num_all)]
         self.correction = torch.randn(shape.num, generator=generator) if shape.router.has_correction else None
+        self.factors = torch.rand(shape.num, generator=generator) + 0.5 if shape.router.has_factors else None
 
     def by_torch(self, x: Tensor, scores: Tensor, residual: Tensor | None) -> Tensor:
         def expert(up: NativeLinear, down: NativeLinear) -> Callable[[Tensor], Tensor]:
             return lambda x: down(gated(up(x), "relu", LIMIT) if self.shape.is_gated else up(x))
 
         experts = [expert(*linears) for linears in self.experts]
-        return MixtureOfExperts(lambda x: route(self.shape.choice, scores, self.correction), experts)(x, residual)
+        return MixtureOfExperts(lambda x: route(self.shape.choice, scores, self.correction, self.factors), experts)(
+            x, residual
+        )
 
     def __call__(self, x: Tensor, scores: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixtures of rows; nothing behind them may be written in any buffer."""
@@ -109,7 +112,8 @@ class Mixture:
         program = Program(widths, self.shape.dtype.itemsize, self._variant, wide)
         ups, downs = ((c_void_p * num)(*(addressof(pair[i].weight) for pair in self.experts)) for i in range(2))
         gate, ends = Gate(LIMIT, native.ACTIVATIONS.index("relu")), (c_int32 * (num + 1))(*[-7] * (num + 1))
-        router = router_data(choice, None if self.correction is None else self.correction.data_ptr())
+        of_experts = (self.correction, self.factors)
+        router = router_data(choice, *(None if its is None else its.data_ptr() for its in of_experts))
         data = Experts(
             ups=addressof(ups),
             downs=addressof(downs),
@@ -159,6 +163,7 @@ ROUTERS = st.builds(
     renormalised=st.booleans(),
     min_sum=st.sampled_from([0.0, 0.4]),
     scale=st.sampled_from([1.0, 2.5]),
+    has_factors=st.booleans(),
 )
 SHAPES = st.builds(
     lambda num, share, *others: Shape(num, max(1, round(num * share)), *others),
@@ -218,6 +223,7 @@ def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype, int8: bool) -
         Router(renormalised=False),
         Router("sigmoid", has_correction=True, scale=2.5),
         Router(has_correction=True, min_sum=1e-12),
+        Router(has_factors=True),
     ):
         shape = Shape(19, 17, True, int8, dtype, router, 1, True)  # several vectors, the last ones not whole
         rows = random_rows(9, shape)

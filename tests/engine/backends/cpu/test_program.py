@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_float, c_int32
+from ctypes import c_float, c_int32, c_int64
 from typing import Literal
 
 import pytest
@@ -161,6 +161,36 @@ def test_gates_of_attention_are_what_torch_computes(
         torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=0, equal_nan=True)
 
 
+@by_variant
+@pytest.mark.parametrize("first", [0, 5, 40])
+def test_a_product_is_of_the_elements_from_the_first_one_on(
+    first: int, dtype: torch.dtype, variant: native.Variant
+) -> None:
+    for width in WIDTHS:
+        torch.manual_seed(width)
+        factors, x = torch.randn(ROWS, width + 40).to(dtype), torch.randn(ROWS, width).to(dtype)
+        found = x.clone()
+        program = Program({"factors": width + 40, "x": width}, dtype.itemsize, variant)
+        program.add("multiply", "factors", "x", c_int64(first))
+        program.place("factors", factors.data_ptr())
+        program.place("x", found.data_ptr())
+        program.run(ROWS)
+        assert torch.equal(found, x * factors[:, first : first + width])
+
+
+@by_variant
+def test_a_factor_scales_whole_rows_in_wide_buffers_and_others(dtype: torch.dtype, variant: native.Variant) -> None:
+    for width in WIDTHS:
+        for wide in (("x",), ()):
+            x = torch.randn(ROWS, width).to(torch.float32 if wide else dtype)
+            found = x.clone()
+            program = Program({"x": width}, dtype.itemsize, variant, wide)
+            program.add("scale", "x", "x", c_float(0.3))
+            program.place("x", found.data_ptr())
+            program.run(ROWS)
+            assert torch.equal(found, x * torch.tensor(0.3).item())
+
+
 def xielu_by_program(x: Tensor, numbers: Tensor, variant: native.Variant, *, in_bf16: bool = False) -> Tensor:
     out = x.clone()
     program = Program({"x": x.shape[1]}, 2 if in_bf16 else x.itemsize, variant, ("x",) if in_bf16 else ())
@@ -281,7 +311,7 @@ def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: 
             assert torch.equal(found(width, torch.bfloat16, *wide), exact.bfloat16())
 
 
-@pytest.mark.parametrize("kind", ["clamp", "rotate", "linear", "experts", "attend"])
+@pytest.mark.parametrize("kind", ["clamp", "multiply", "rotate", "linear", "experts", "attend"])
 def test_operations_that_cannot_read_wide_buffers_are_refused(kind: Kind) -> None:
     program = Program({"x": 32, "out": 32}, 2, wide=("x",))
     with pytest.raises(AssertionError, match="it reads a wide buffer"):

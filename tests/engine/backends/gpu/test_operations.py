@@ -47,6 +47,7 @@ OTHERS = (
     *("GLM 4 of 2025", "Arcee", "StarCoder2, past its window", "StableLM, parallel, biases"),
     *("Qwen2 MoE", "GLM 4.5, in groups", "dots.llm1", "ERNIE 4.5 MoE", "MiniMax M2", "Hunyuan MoE"),
     *("CodeGen", "Falcon 40B", "Falcon RW", "Persimmon", "Ministral 3, YaRN"),
+    *("Gemma 4 with experts", "Gemma 4, inputs of layers and shared keys"),
     *("StableLM 2 12B", "Command R+", "Qwen3-VL with experts", "Apertus"),
 )
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
@@ -57,6 +58,9 @@ CHANGES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "no limit": lambda config: replace(config, ffn_bias=False, ffn_limit=None),
     "not gated": lambda config: replace(config, gated_ffn=False),
     "mxfp4": lambda config: config.change_layers(lambda layer: replace(layer, experts=Experts(4, 2))),
+    "factors": lambda config: config.change_layers(
+        lambda layer: replace(layer, experts=Experts(4, 2, Router(has_factors=True)))
+    ),
     "groups": lambda config: config.change_layers(lambda layer: replace(layer, experts=IN_GROUPS)),
 }
 CPU = torch.device("cpu")

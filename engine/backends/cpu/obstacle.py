@@ -1,0 +1,33 @@
+"""What keeps a model from a program of engine/backends/cpu, so that torch runs the operations of its steps.
+
+decoder.py asks before it writes one.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.cpu.linear import NativeLinear
+from gptserve.engine.model.attention import AttentionBackend
+from gptserve.engine.model.loading import StreamedTensors
+from gptserve.weights.config import ModelConfig
+
+
+def find_obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
+    """Return why no program can compute this model; None if one can."""
+    if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
+        return "its products are not those of engine/backends/cpu"
+    mixtures = [number for number, layer in enumerate(config.layers) if layer.experts is not None]
+    if any(f"blocks.{number}.experts.0.ffn_up" not in parts.linears for number in mixtures):
+        return "its experts are multiplied by kernels of a GPU"
+    if not isinstance(backend, CpuAttention):
+        return f"attention is {backend.name!r}"
+    if config.parallel_residual and config.norm_placement != "input":
+        return f"its residual is parallel, its norms are at {config.norm_placement!r}"
+    of_layers = [(layer.q_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
+    widths = (config.hidden_size, config.embed_size or 0, config.layer_input_size or 0, *chain.from_iterable(of_layers))
+    if any(width % native.ROW_MULTIPLE for width in widths):
+        return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
+    return None

@@ -1,0 +1,71 @@
+"""What each layer is given of a row's token beside the stream, as ModelConfig.layer_input_size says.
+
+decoder.py makes these inputs once a step, layers.py adds what a layer makes of its own.
+
+Shape letters: T rows, L layers, I width of an input.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from gptserve.engine.model.loading import StreamedTensors, table_of, take_linear, take_norm
+from gptserve.engine.model.operations import BlockWriter
+from gptserve.weights.config import ModelConfig
+
+
+class LayerInputs:
+    """The inputs of all layers: of a row's token by a table, and of its embedding by a projection."""
+
+    def __init__(self, config: ModelConfig, source: StreamedTensors) -> None:
+        assert config.layer_input_size is not None
+        self._shape = config.num_layers, config.layer_input_size
+        self._table = table_of(source.take_weight("input_embed.weight"))
+        self._scale = math.sqrt(config.layer_input_size / 2)
+        source.tables["input_embed"] = self._table, self._scale
+        self._project = take_linear(source, "input_proj", bias=False)
+        norm = take_norm(config, source, "input_norm", math.sqrt(0.5))
+        # P x / sqrt(hidden) is what is normalised: P x with an eps so much larger gives the same.
+        self._norm = source.norms["input_norm"] = replace(norm, eps=norm.eps * config.hidden_size)
+
+    def __call__(self, token_ids_T: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs [T, I] of each layer, for embedded tokens x [T, hidden], in their dtype."""
+        projected_TLI = self._norm(self._project(x).view(len(x), *self._shape))
+        return (self._table[token_ids_T].view(projected_TLI.shape) * self._scale + projected_TLI).unbind(1)
+
+    @staticmethod
+    def write(writer: BlockWriter) -> None:
+        """Write what __call__ computes for x to the buffer of inputs."""
+        writer.embed("input_embed", "inputs")
+        writer.copy("x", "h")
+        writer.linear("input_proj", "h", "projected")
+        writer.norm("input_norm", "projected", "projected")
+        writer.add("inputs", "projected")
+
+
+class LayerInput:
+    """What a layer adds to x: norm(W (act(G x) * input))."""
+
+    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
+        self._gate = take_linear(source, f"{name}.input_gate", bias=False, activation=config.activation)
+        self._out = take_linear(source, f"{name}.input_out", bias=False)
+        self._norm = take_norm(config, source, f"{name}.input_output_norm")
+
+    def __call__(self, x: Tensor, input_TI: Tensor) -> Tensor:
+        """Return x [T, hidden] with what is added to it."""
+        return self._norm(self._out(self._gate(x) * input_TI), x)
+
+    @staticmethod
+    def write(config: ModelConfig, number: int, writer: BlockWriter) -> None:
+        """Write what __call__ computes for the layer of this number."""
+        assert config.layer_input_size is not None
+        name = f"blocks.{number}"
+        writer.copy("x", "h")
+        writer.linear(f"{name}.input_gate", "h", "input")
+        writer.multiply("input", "inputs", number * config.layer_input_size)
+        writer.linear(f"{name}.input_out", "input", "h")
+        writer.norm(f"{name}.input_output_norm", "h", "h")
+        writer.add("x", "h")
