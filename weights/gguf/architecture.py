@@ -87,5 +87,7 @@ class Architecture:
     """Rows of queries and keys are in pairs of neighbours."""
     joins_heads: bool = False
     """Rows of all queries, then of all keys, then of all values, which the checkpoint has head by head."""
+    layers_differ: bool = False
+    """Layers may have other heads and widths: `more` replaces what config.json has of the first one."""
     adds_one: bool = False
     """Norms have one added."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, shown
 from gptserve.weights.gguf.architecture import Architecture
 from gptserve.weights.gguf.dense import DENSE
+from gptserve.weights.gguf.gemma4 import GEMMA4
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.mixtures import MIXTURES
 from gptserve.weights.gguf.reader import Header
@@ -19,7 +20,7 @@ from gptserve.weights.gguf.refused import why_refused
 from gptserve.weights.gguf.rope import head_size, rope_fields
 from gptserve.weights.stored_tensor import StoredTensor
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES}
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4}
 """By general.architecture; some have variants."""
 _VARIANTS = {
     "experts": "expert_count",
@@ -55,7 +56,7 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
 def describe_config(header: Header) -> Fields:
     """Return config.json. Raises InvalidConfigError or UnsupportedModelError."""
     name, architecture = architecture_of(header)
-    keys = Keys(header, name)
+    keys = Keys(header, name, layers_differ=architecture.layers_differ)
     if not keys.has("token_embd.weight"):
         raise InvalidCheckpointError(f"{header.path} must have the tensor token_embd.weight")
     fields: Fields = {
@@ -87,7 +88,7 @@ def named_tensors(header: Header) -> dict[str, StoredTensor]:
     """Return the tensors by their names in the checkpoint; one without a name there keeps its own."""
     name, architecture = architecture_of(header)
     named: dict[str, StoredTensor] = {}
-    for its_name, tensor in _tensors(Keys(header, name), architecture):
+    for its_name, tensor in _tensors(Keys(header, name, layers_differ=architecture.layers_differ), architecture):
         if len(named) >= MAX_TENSORS:
             raise InvalidCheckpointError(f"{header.path} must have at most {MAX_TENSORS} tensors, got more experts")
         named[its_name] = tensor

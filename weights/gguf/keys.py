@@ -15,8 +15,9 @@ Fields = dict[str, Any]
 class Keys:
     """The keys of an architecture. Readers raise InvalidConfigError naming the key."""
 
-    def __init__(self, header: Header, architecture: str) -> None:
-        self.header, self._architecture = header, architecture
+    def __init__(self, header: Header, architecture: str, *, layers_differ: bool = False) -> None:
+        """With `layers_differ` a size that lists those of all layers is that of the first one."""
+        self.header, self._architecture, self._layers_differ = header, architecture, layers_differ
 
     def get(self, name: str) -> object:
         """Return the value of {architecture}.{name}; None if there is none."""
@@ -34,7 +35,7 @@ class Keys:
     def size(self, name: str, default: int | None = None) -> int:
         """Return an integer of at least 1; a list for all layers may have the same for each."""
         value = self.get(name)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        if isinstance(value, list) and value and (self._layers_differ or value.count(value[0]) == len(value)):
             value = value[0]
         if value is None and default is not None:
             return default
@@ -79,11 +80,15 @@ class Keys:
     @property
     def heads_of_layers(self) -> list[int]:
         """Heads of queries of each layer."""
-        value, num = self.get("attention.head_count"), self.size("block_count")
+        return self.sizes("attention.head_count")
+
+    def sizes(self, name: str) -> list[int]:
+        """Return an integer of at least 1 for each layer, all the same unless it is a list."""
+        value, num = self.get(name), self.size("block_count")
         if not isinstance(value, list):
-            return [self.size("attention.head_count")] * self.num_layers
+            return [self.size(name)] * self.num_layers
         if len(value) != num or not all(type(entry) is int and entry >= 1 for entry in value):
-            raise self.fault("attention.head_count", f"an integer of at least 1, or a list of {num}")
+            raise self.fault(name, f"an integer of at least 1, or a list of {num}")
         return value[: self.num_layers]
 
     @property

@@ -15,6 +15,8 @@ from gptserve.weights.gguf.reader import Header, shortest
 LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 """Those of all published Llamas since 3.1: a file has only the factors that follow from them."""
 _TOLERANCE = 1e-4
+_ENDLESS = 1e20
+"""A wave so many times as long as another one turns no head within any text."""
 MAX_FACTORS = 2**12
 
 
@@ -58,6 +60,30 @@ def rope_by_kind(keys: Keys) -> Fields:
         "rope_theta": keys.number("rope.freq_base_swa", wide["rope_theta"]),
         "partial_rotary_factor": num_rotated / size,
     }
+    return {"rope_parameters": {"full_attention": wide, "sliding_attention": plain}}
+
+
+def rope_in_proportion(keys: Keys, near: int) -> Fields:
+    """Return rope_parameters of layers with windows, whose heads are of size `near`, and of others.
+
+    Of the others only a share of the head turns, whose frequencies are those of the whole: a file has factors of the
+    wavelengths, 1 and then some that are as good as infinite. Raises InvalidCheckpointError.
+    """
+    size, name = head_size(keys), "rope_freqs.weight"
+    for key, its in (("rope.dimension_count", size), ("rope.dimension_count_swa", near)):
+        keys.only(key, its, "whole heads turn")
+    factors = _vector(keys.header, name) if keys.has(name) else [1.0] * (size // 2)
+    num = factors.count(1.0)
+    if len(factors) != size // 2 or not num or factors != [1.0] * num + [max(factors)] * (len(factors) - num):
+        raise InvalidCheckpointError(f"{keys.header.path}: {name} must have {size // 2} factors, 1 and then another")
+    if num < len(factors) and max(factors) < _ENDLESS:
+        raise InvalidCheckpointError(f"{keys.header.path}: {name} must have no factor but 1 below {_ENDLESS:g}")
+    wide = {
+        "rope_type": "proportional",
+        "rope_theta": keys.number("rope.freq_base", 1e6),
+        "partial_rotary_factor": num / len(factors),
+    }
+    plain = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
     return {"rope_parameters": {"full_attention": wide, "sliding_attention": plain}}
 
 

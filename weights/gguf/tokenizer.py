@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file as the files of a folder: tokenizer.json and tokenizer_config.json.
 
-llama.cpp has two kinds that the GPT lineage uses: "gpt2", byte-level BPE with its merges, and "llama", sentencepiece's
-BPE, whose merges follow from the scores of its tokens. Source of the latter: `generate_merges` of transformers'
-convert_slow_tokenizer.py. Torch-free. folder.py calls it.
+llama.cpp has three kinds that the GPT lineage uses: "gpt2", byte-level BPE with its merges, "llama", sentencepiece's
+BPE, whose merges follow from the scores of its tokens, and "gemma4", the same with its merges. Source of how they
+follow: `generate_merges` of transformers' convert_slow_tokenizer.py. Torch-free. folder.py calls it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GgufTokenizer:
     def files(self) -> dict[str, Json]:
         """Return the JSON of each file by its name."""
         model = self._get("model")
-        makers = {"gpt2": self._byte_level, "llama": self._sentencepiece}
+        makers = {"gpt2": self._byte_level, "llama": self._of_scores, "gemma4": self._of_merges}
         if not isinstance(model, str) or model not in makers:
             rule = f"one of {', '.join(makers)}: other tokenizers are not read from GGUF"
             raise self._fault("model", rule)
@@ -101,10 +101,16 @@ class GgufTokenizer:
                 )
         return found
 
-    def _sentencepiece(self) -> Json:
+    def _of_scores(self) -> Json:
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
             raise self._fault("scores", f"a list of {len(self.tokens)}, as many as there are tokens")
+        return self._sentencepiece(merges_of_scores(self.tokens, scores))
+
+    def _of_merges(self) -> Json:
+        return self._sentencepiece(self._merges({token: token_id for token_id, token in enumerate(self.tokens)}))
+
+    def _sentencepiece(self, merges: list[list[str]]) -> Json:
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
         back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
         has_prefix = self._flag("add_space_prefix", default=True)
@@ -125,7 +131,7 @@ class GgufTokenizer:
                 "fuse_unk": True,
                 "byte_fallback": True,
                 "vocab": {token: token_id for token_id, token in enumerate(self.tokens)},
-                "merges": merges_of_scores(self.tokens, scores),
+                "merges": merges,
             },
         }
 

@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "afmoe": MODEL_ARCH.AFMOE,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
 }
 """By model_type."""
 NEWER = {
@@ -118,7 +119,7 @@ _MIXTURE = {
 }
 _SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3", "mellum", "cohere2_moe", "granite_swa", "granitemoe_swa")
 """The conversion writes which of their layers have windows."""
-_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "afmoe", "laguna", *_SAYS_WHICH)
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "afmoe", "laguna", "gemma4_text", *_SAYS_WHICH)
 _OF_SIGMOIDS = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "afmoe", "laguna", "cohere2_moe", "hy_v3")
 
 
@@ -166,8 +167,38 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
     if model_type == "gpt_bigcode":
         writer.add_head_count_kv(1)
-    if model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
+    if model_type == "gemma4_text":
+        _add_gemma4(writer, config)
+    elif model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
         _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
+
+
+def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    own = {int(number): its for number, its in config["per_layer_config"].items()}
+    near, num = config["head_dim"], config["num_hidden_layers"]
+    far = own[num - 1]["head_dim"]  # the last layer has no window
+    num_shared, width = config["num_kv_shared_layers"], config["intermediate_size"]
+    writer.add_shared_kv_layers(num_shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_key_length(far)
+    writer.add_value_length(far)
+    writer.add_key_length_swa(near)
+    writer.add_value_length_swa(near)
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([width] * (num - num_shared) + [2 * width] * num_shared)
+    kv_heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([own.get(i, {}).get("num_key_value_heads", kv_heads) for i in range(num)])
+    if config["enable_moe_block"]:
+        writer.add_expert_used_count(config["top_k_experts"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(far)
+    writer.add_rope_dimension_count_swa(near)
+    num_turned = int(far * rope["full_attention"]["partial_rotary_factor"] / 2)
+    factors = [1.0] * num_turned + [1e30] * (far // 2 - num_turned)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
 
 
 def _add_rotary(writer: GGUFWriter, config: dict[str, Any], head_size: int) -> None:

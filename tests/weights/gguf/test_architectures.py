@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder2": ("starcoder2", {**SHAPES["StarCoder2, past its window"][1], "sliding_window": 4096}),
     "Mixtral": ("mixtral", {**SHAPES["Mixtral, past its window"][1], "sliding_window": None}),
     "Qwen3 MoE": ("qwen3_moe", {**SHAPES["Qwen3 MoE, weights of all"][1], "norm_topk_prob": True}),
+    "Gemma 4": SHAPES["Gemma 4, past its window"],
+    "Gemma 4 with experts": SHAPES["Gemma 4 with experts"],
+    "Gemma 4, inputs of layers and shared keys": SHAPES["Gemma 4, inputs of layers and shared keys"],
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),
     "Gemma 3": (
         "gemma3_text",
@@ -144,7 +148,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
 
     found, expected = load_config(resolve_model(str(path))), load_config(copy)
     assert replace(found, eos_token_ids=()) == replace(expected, eos_token_ids=())
-    for share in (Share(), Share(1, 2)):
+    for share in (Share(), Share(1, 2)) if found.layer_input_size is None else (Share(),):
         of_file, of_copy = (
             dict(Checkpoint(its, load_config(its), share).stream(dtype=torch.float32, device="cpu"))
             for its in (resolve_model(str(path)), copy)
@@ -290,6 +294,21 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         {"attention.rope_pattern": [0.5]},
         "granite_swa.attention.rope_pattern must be a list of true or false, got [0.5]",
     ),
+    "widths of no kind": (
+        "Gemma 4, inputs of layers and shared keys",
+        {"feed_forward_length": [96, 96, 96, 192, 192, 96]},
+        "gemma4.feed_forward_length must be one width, or twice it for the last 3 layers, got [96, 96, 96, 192, 192",
+    ),
+    "heads of too few layers": (
+        "Gemma 4",
+        {"attention.head_count_kv": [2, 1]},
+        "gemma4.attention.head_count_kv must be an integer of at least 1, or a list of 4, got [2, 1]",
+    ),
+    "a part of a head": (
+        "Gemma 4",
+        {"rope.dimension_count_swa": 8},
+        "gemma4.rope.dimension_count_swa must be 16, as whole heads turn, got 8",
+    ),
     "no flag": ("GPT-NeoX", {"use_parallel_residual": 1}, "gptneox.use_parallel_residual must be true or false, got 1"),
 }
 
@@ -317,6 +336,46 @@ def test_a_factor_counts_unless_nothing_is_scaled(
     header = read_header(path)
     header.keys.update({"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0})
     assert describe_config(header).get("rope_scaling") == scaling
+
+
+@pytest.mark.parametrize(
+    ("factors", "rule"),
+    [
+        ([1.0, 1e30, 1.0, 1e30], "have 16 factors, 1 and then another"),
+        ([1.0] * 4 + [2.0] * 12, "have no factor but 1 below 1e+20"),
+        ([2.0] * 16, "have 16 factors, 1 and then another"),
+    ],
+)
+def test_factors_that_turn_no_share_of_a_head_are_refused(factors: list[float], rule: str, tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Gemma 4"])
+    write_gguf(folder, path, GGMLQuantizationType.F32)
+    header = read_header(path)
+    stored = header.tensors["rope_freqs.weight"]
+    data = bytearray(path.read_bytes())
+    values = struct.pack(f"<{len(factors)}f", *factors)
+    data[stored.start : stored.start + len(values)] = values
+    path.write_bytes(data)
+    end = stored.start + len(values)
+    header.tensors["rope_freqs.weight"] = replace(stored, shape=(len(factors),), end=end)
+    with pytest.raises(InvalidCheckpointError) as refused:
+        describe_config(header)
+    assert str(refused.value) == f"{path}: rope_freqs.weight must {rule}"
+
+
+def test_gates_and_ups_of_experts_may_be_tensors_of_their_own(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    write_model(folder, *MODELS["Gemma 4 with experts"])
+    write_gguf(folder, path, GGMLQuantizationType.F32)
+    header = read_header(path)
+    for name in [name for name in header.tensors if "ffn_gate_up_exps" in name]:
+        joined = header.tensors.pop(name)
+        for part in ("gate", "up"):
+            header.tensors[name.replace("gate_up", part)] = joined
+    found = named_tensors(header)
+    assert {name for name in found if "gate_up" in name} == {
+        f"model.layers.{i}.experts.gate_up_proj.{half}" for i in range(4) for half in ("first", "last")
+    }
 
 
 def test_rows_that_are_no_heads_are_refused(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
     "a part that sees": (("llama", "clip"), "it is how a model sees, whose text is in another file; GGUF files of "),
     "another tokenizer": (
         ("gpt2", "bert"),
-        "tokenizer.ggml.model must be one of gpt2, llama: other tokenizers are not",
+        "tokenizer.ggml.model must be one of gpt2, llama, gemma4: other tokenizers are not",
     ),
     "another splitting": (("gpt-2", "gpt-9"), "tokenizer.ggml.pre must be one of a.x-4.0, afmoe, bloom, "),
     "tokens alike": (("\1" + "\0" * 7 + "b", "\1" + "\0" * 7 + "a"), "tokenizer.ggml.tokens must be texts that differ"),

@@ -87,6 +87,7 @@ KINDS: dict[str, tuple[Callable[[], Library], str | None]] = {
     "tekken": (FAMILIES["tekken"], "tekken"),
     "llama2": (FAMILIES["llama2"], None),
     "gemma": (FAMILIES["gemma"], None),
+    "gemma 4": (FAMILIES["gemma"], "gemma4"),
     "gpt_neox": (FAMILIES["gpt_neox"], "olmo"),
     "cohere": (lambda: byte_level(DIGITS, nfc=True), "command-r"),
     "falcon": (falcon, "falcon"),

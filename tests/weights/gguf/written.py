@@ -35,8 +35,12 @@ NEWER_NAMES = {
     "block_sparse_moe.experts.down_proj.weight": "ffn_down_exps.weight",
     "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
 }
-"""Those that the released package gguf lacks for NEWER."""
+"""Those that the released package gguf lacks for NEWER, and those of Gemma 4's parameters without a kind."""
 
 Pieces = list[tuple[str, np.ndarray]]
 
@@ -193,7 +197,10 @@ def add_tokens(writer: GGUFWriter, tokens: list[str], *, pre: str = "gpt-2", kin
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path, *, pre: str | None, model: Path | None = None) -> None:
-    """Write a file with this tokenizer; of sentencepiece's kind if `pre` is None, and an empty one is left out."""
+    """Write a file with this tokenizer; of sentencepiece's kind if `pre` is None, and an empty one is left out.
+
+    "gemma4" as `pre` is the kind of that name.
+    """
     raw = json.loads(tokenizer.to_str())
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(ids, key=ids.__getitem__)
@@ -205,7 +212,7 @@ def write_tokenizer(tokenizer: Tokenizer, path: Path, *, pre: str | None, model:
         {"model_type": "gpt2", "n_embd": 16, "n_head": 1, "n_layer": 1, "n_positions": 64, "layer_norm_epsilon": 1e-5},
     )
     merges = [" ".join(merge) for merge in raw["model"]["merges"]]
-    writer.add_tokenizer_model("llama" if pre is None else "gpt2")
+    writer.add_tokenizer_model("llama" if pre is None else pre if pre == "gemma4" else "gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     if pre is None:
@@ -215,7 +222,9 @@ def write_tokenizer(tokenizer: Tokenizer, path: Path, *, pre: str | None, model:
         )
         writer.add_add_space_prefix(raw["normalizer"]["type"] == "Sequence")
     else:
-        if pre:
+        if pre == "gemma4":
+            writer.add_add_space_prefix(False)
+        elif pre:
             writer.add_tokenizer_pre(pre)
         writer.add_token_merges(merges)
     post = json.dumps(raw["post_processor"])
