@@ -19,7 +19,9 @@ def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
 def load_engine_first(config: EngineConfig, *, report: Report) -> StepEngine:
     """Load it, sooner, in a process that has done nothing else."""
     from gptserve.engine.runner.memory_ahead import populate_ahead, take_populated
+    from gptserve.engine.runner.read_ahead import read_ahead
 
+    read_ahead(config.model_dir)
     populate_ahead(config)
     try:
         with without_collections():
