@@ -58,7 +58,8 @@ class Gguf:
         return f"GGUF's {self.type_name}"
 
     def holds(self, found: Found) -> bool:
-        if found.own not in found or found[found.own].dtype != self.type_name:
+        its = found.files.get(found.base + found.own)
+        if its is None or its.dtype != self.type_name:
             return False
         return any(part.endswith(self.ending) for part in found.base.split(".")) and (
             not self.offset or found.own != ""
@@ -125,6 +126,8 @@ class GgufHalves:
         return f"GGUF's {' and '.join(dict.fromkeys(self.type_names))}"
 
     def holds(self, found: Found) -> bool:
+        if f"{found.own}.{self.endings[0]}" not in found:  # soon, as of most weights all these types are asked
+            return False
         names = [f"{found.own}.{ending}" for ending in self.endings]
         return tuple(found[name].dtype for name in names if name in found) == self.type_names
 
