@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PROBED_ROWS = (1, 2, 3, 8, 9, 24, 33, 64, 65, 160, 256)
 """Row counts, ascending: small ones, and those between which oneDNN with AMX was seen to change its order of sums."""
+_DRAWN = 2**16 + 1  # a prime, so that no two rows are alike
 _LEAST_OF_GPU = 512  # the default of max_num_batched_tokens
 _PROBED_COLUMNS = 8192  # of others' weights on a CPU: more show nothing new; cuBLAS chooses by their number
 _PROBED_COLUMNS_OF_OURS = 1024  # an output of our products is computed by itself, however many there are
@@ -186,7 +187,15 @@ def first_difference(
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, before[0])
         stack.callback(native.set_num_threads, before[1])
-        rows = partial(torch.randn, generator=stack.enter_context(seeded(device)), dtype=dtype, device=device)
+        draw = partial(torch.randn, generator=stack.enter_context(seeded(device)), dtype=dtype, device=device)
+        drawn = draw(_DRAWN) if device.type == "cpu" else None
+
+        def rows(num_rows: int, num_columns: int) -> Tensor:
+            if drawn is None:
+                return draw(num_rows, num_columns)
+            size = num_rows * num_columns  # drawing all of them would take as long as the products
+            return drawn.repeat(-(-size // _DRAWN))[:size].view(num_rows, num_columns)
+
         for num_in, num_out in shapes:
             weight = rows(min(num_out, most) if device.type == "cpu" else num_out, num_in)
             bias, x = rows(1, len(weight))[0], rows(counts[-1], num_in)
