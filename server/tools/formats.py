@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from gptserve.server.tools.cohere import COHERE, COMMAND_R
 from gptserve.server.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1, DEEPSEEK_V3_2, DEEPSEEK_V4
 from gptserve.server.tools.format import ToolFormat
+from gptserve.server.tools.gemma import GEMMA_4
 from gptserve.server.tools.glm import GLM
 from gptserve.server.tools.hermes import HERMES
 from gptserve.server.tools.json_list import APRIEL, GRANITE_3, NEMOTRON_2
@@ -47,6 +48,7 @@ OWN_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": HERMES,
     "lfm": LFM,
     "olmo": OLMO,
+    "gemma-4": GEMMA_4,
 }
 """The first that a chat template has all signs of is its format. gpt-oss has its own, `harmony.py`."""
 

@@ -7,7 +7,7 @@ a list. Values are literals of Python; those that a grammar forces are JSON, whi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gptserve.server.tools.format import Arguments, Calls, Spell, ToolFormat, literal
@@ -128,12 +128,20 @@ def _read_key(tape: Tape) -> Steps[str | None]:
 
 
 def _argument_rules(arguments: Arguments, _spell: Spell) -> Iterator[str]:
-    """Yield a rule for the arguments from each on: first, and after another with a comma. Raises SchemaError."""
+    return listed_rules(arguments, "=", ", ", ("True", "False", "true", "false"))
+
+
+def listed_rules(arguments: Arguments, sign: str, between: str, booleans: Iterable[str]) -> Iterator[str]:
+    """Yield a rule for the arguments from each on: first, and after another with what is between. Raises SchemaError.
+
+    `sign` stands before their values, which are JSON, or `booleans`.
+    """
     shape = shape_of(arguments.schema)
-    rule, comma, count = arguments.rule, literal(", "), len(shape.named)
+    rule, comma, count = arguments.rule, literal(between), len(shape.named)
+    either = f"({' | '.join(map(literal, booleans))})"
     for i, (name, schema) in enumerate(shape.named.items()):
-        value = '("True" | "False" | "true" | "false")' if shape.is_boolean(schema) else f"{rule}_{i}_value"
-        yield f"{rule}_{i}: {literal(f'{name}=')} {value}"
+        value = either if shape.is_boolean(schema) else f"{rule}_{i}_value"
+        yield f"{rule}_{i}: {literal(f'{name}{sign}')} {value}"
         if value.endswith("_value"):
             yield shape.json_rule(value, schema, arguments.options)
         skipped = ("", "") if name in shape.required else (f" | {rule}_from_{i + 1}", f" | {rule}_more_{i + 1}")
@@ -145,7 +153,7 @@ def _argument_rules(arguments: Arguments, _spell: Spell) -> Iterator[str]:
     else:
         yield f"{rule}_from_{count}: ({rule}_other ({comma} {rule}_other)*)?"
         yield f"{rule}_more_{count}: ({comma} {rule}_other)*"
-        yield f"{rule}_other: {rule.upper()}_OTHER {literal('=')} {rule}_value"
+        yield f"{rule}_other: {rule.upper()}_OTHER {literal(sign)} {rule}_value"
         yield f"{rule.upper()}_OTHER: {other_names(shape)}"
         yield shape.json_rule(f"{rule}_value", shape.others, arguments.options)
     yield f"{rule}: {rule}_from_0"

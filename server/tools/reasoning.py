@@ -1,7 +1,7 @@
 """<think>…</think>: the reasoning of Qwen3, of DeepSeek's distillations and of others, apart from the answer.
 
-Magistral, Command A and Seed-OSS have other marks. Some templates end the prompt with the first mark, so that the
-answer begins within the reasoning.
+Magistral, Command A, Seed-OSS and Gemma 4 have other marks. Some templates end the prompt with the first mark, so that
+the answer begins within the reasoning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _KNOWN = (
     ThinkMarks("[THINK]", "[/THINK]"),
     ThinkMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     ThinkMarks("<seed:think>", "</seed:think>"),
+    ThinkMarks("<|channel>", "<channel|>"),
 )
+_LABELS = {"<|channel>": "thought"}
+"""What models write behind a mark, which is no part of the reasoning."""
 
 
 def marks_of(template: str) -> ThinkMarks | None:
@@ -48,6 +51,8 @@ def state_after(
     start = next((at + 1 for at in special if [prompt[at]] not in own), 0)
     tail = b"".join(map(tokenizer.token_bytes, prompt[start:])).decode(errors="replace").rstrip()
     if not is_continued:
+        label = _LABELS.get(marks.begin, "")
+        tail = tail.removesuffix(label) if tail.endswith(marks.begin + label) else tail
         tail = tail[-len(marks.end) :]
     if tail.rfind(marks.begin) > tail.rfind(marks.end):
         return "open"
@@ -61,6 +66,7 @@ def read_reasoning(tape: Tape, parts: Parts, marks: ThinkMarks, *, is_open: bool
         if not (yield from tape.accept(marks.begin)):
             parts.add_text(blank)
             return
+        yield from tape.accept(_LABELS.get(marks.begin, ""))
     yield from tape.skip_space()
     yield from tape.pass_until((marks.end,), parts.add_reasoning)
     yield from tape.skip_space()

@@ -198,6 +198,7 @@ CALL = {
     "glm": "<tool_call>get_time\n</tool_call>",
     "pythonic": "[get_time()]",
     "lfm": "<|tool_call_start|>[get_time()]<|tool_call_end|>",
+    "gemma-4": "<|tool_call>call:get_time{}<tool_call|>",
     "olmo": "<function_calls>\nget_time()\n</function_calls>",
     "deepseek-v3": deepseek("function{sep}get_time\n```json\n{{}}\n```"),
     "deepseek-v3.1": deepseek("get_time{sep}{{}}"),
@@ -220,6 +221,7 @@ SECOND = {
     "qwen-coder": "\n" + CALL["qwen-coder"],
     "seed": "\n" + CALL["seed"],
     "glm": "\n" + CALL["glm"],
+    "gemma-4": CALL["gemma-4"],
 }
 DSML_ARGUMENT = f'<{BAR}DSML{BAR}parameter name="a" string="true">1</{BAR}DSML{BAR}parameter>\n'
 ARGUMENT = {  # what stands before which mark; others have JSON
@@ -227,6 +229,7 @@ ARGUMENT = {  # what stands before which mark; others have JSON
     "seed": ("<parameter=a>1</parameter>\n", "</function>"),
     "glm": ("<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "</tool_call>"),
     **dict.fromkeys(("pythonic", "lfm", "olmo"), ("a=1", ")")),
+    "gemma-4": ("a:1", "}"),
     **dict.fromkeys(("deepseek-v3.2", "deepseek-v4"), (DSML_ARGUMENT, f"</{BAR}DSML{BAR}invoke>")),
     "minimax-m2": ('<parameter name="a">1</parameter>\n', "</invoke>"),
 }
