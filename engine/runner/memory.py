@@ -63,7 +63,7 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
 
     They are those in the files, as published: of OPT's positions the first two rows count, which are never loaded.
     """
-    counts = dict.fromkeys(_PARTS, 0)
+    counts = _no_parts(model)
     for part, _, shape in _tensors(model, share):
         counts[part] += math.prod(shape)
     for layer in share.of_config(model).layers:
@@ -72,6 +72,11 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
     if counts["position"]:
         counts["position"] += model.position_offset * model.hidden_size
     return counts
+
+
+def _no_parts(model: ModelConfig) -> dict[str, int]:
+    """Return 0 for each part; inputs of layers are one only where there are some."""
+    return {part: 0 for part in _PARTS if part != "layer inputs" or model.layer_input_size}
 
 
 def feed_forward_counts(model: ModelConfig) -> dict[Experts | None, int]:
@@ -170,7 +175,7 @@ def weight_bytes(
     codes: Mapping[str, AnyFormat] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Return the bytes of a rank's parameters by part, as `held_weights` has them."""
-    sizes = dict.fromkeys(_PARTS, 0)
+    sizes = _no_parts(model)
     for held in held_weights(model, dtype_bytes, quantization, share, kept, codes):
         sizes[held.part] += held.num_bytes
     return sizes

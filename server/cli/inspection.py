@@ -120,6 +120,8 @@ class ModelReport:
     num_parameters: int
     tied_head: bool
     num_layers: int
+    num_kv_layers: int
+    """Those that have keys and values of their own."""
     num_kv_heads: int | None
     head_size: int | None
     """These two are None where layers differ in one of them."""
@@ -201,6 +203,7 @@ def inspect_model(
         num_parameters=num_parameters,
         tied_head=model.tied_head,
         num_layers=model.num_layers,
+        num_kv_layers=sum(layer.kv_layer is None for layer in model.layers),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=model.max_position,
@@ -280,9 +283,9 @@ def render(report: ModelReport) -> str:
         f"sequences of {report.max_model_len:,}": [f"{entry.num_full_sequences:,}" for entry in report.by_dtype],
     }
     lines += [_row(name, "", *values) for name, values in rows.items()]
-    of_layers = f"{report.num_layers} layers x {report.num_kv_heads} KV heads x {report.head_size} head size"
+    of_layers = f"{report.num_kv_layers} layers x {report.num_kv_heads} KV heads x {report.head_size} head size"
     if report.head_size is None:
-        of_layers = f"the sum of KV heads x head size over {report.num_layers} layers"
+        of_layers = f"the sum of KV heads x head size over {report.num_kv_layers} layers"
     lines += [
         "",
         f"bytes a token = 2 (key, value) x {of_layers} x bytes a number; with --kv-cache-dtype int8 they are "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,7 @@ def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
 
     for part in ("embedding", "position", "attention", "feed-forward", "norms", "head (the embedding)", "total"):
         assert f"\n  {part} " in table
+    assert "layer inputs" not in table
     assert "2 (key, value) x 2 layers x 2 KV heads x 4 head size x bytes a number; with" in table
     assert "; with --kv-cache-dtype int8 they are 64\n" in table
     assert "what 1.0 MiB hold" in table
@@ -214,3 +216,14 @@ def test_the_config_of_a_published_model_gives_its_published_size(name: str, tmp
 
     assert report.num_parameters == published
     assert f"  {published:,} " in render(report)
+
+
+def test_layers_that_read_the_keys_of_others_take_no_cache(tmp_path: Path) -> None:
+    """E2B has 35 layers, of which 20 share: 12 with heads of 256 numbers and 3 with heads of 512 are left."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["gemma-4-E2B"][0]))
+    report = inspect_model("E2B", load_config(tmp_path), 2**34, 16)
+    assert (report.num_layers, report.num_kv_layers) == (35, 15)
+    assert [entry.kv_bytes_per_token for entry in report.by_dtype][:2] == [36_864, 18_432]
+    table = render(report)
+    assert "over 15 layers" in table
+    assert re.search(r"layer inputs +41,287,680 ", table)

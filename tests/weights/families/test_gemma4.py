@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from gptserve.engine.runner.memory import kv_bytes_per_token, parameter_counts
+from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
+from gptserve.weights.errors import InvalidCheckpointError, InvalidConfigError, UnsupportedModelError
 from gptserve.weights.families import load_config
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
 
 SMALL: dict[str, Any] = {
@@ -151,3 +156,22 @@ def test_what_fits_no_layer_is_refused_with_its_rule(fields: dict[str, Any], mes
     with pytest.raises(InvalidConfigError) as refused:
         load(tmp_path, **fields)
     assert str(refused.value) == message
+
+
+def test_keys_and_values_that_no_layer_computes_may_be_in_the_files(tmp_path: Path) -> None:
+    """Published files have them for the layers that share, too."""
+    write_model(tmp_path, *SHAPES["Gemma 4, inputs of layers and shared keys"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for part in ("k_proj", "v_proj", "k_norm"):
+        name = f"model.layers.5.self_attn.{part}.weight"
+        assert name not in tensors
+        tensors[name] = torch.ones(8)
+    save_file(tensors, path)
+    found = dict(Checkpoint(tmp_path, load_config(tmp_path)).stream(dtype=torch.float32, device="cpu"))
+    assert found["blocks.5.qkv.weight"].shape == (4 * 32, 64)
+    assert "blocks.5.k_norm.weight" not in found
+    tensors["model.layers.5.self_attn.k_proj.bias"] = torch.ones(8)
+    save_file(tensors, path)
+    with pytest.raises(InvalidCheckpointError, match=r"1 unexpected \(.*layers\.5\.self_attn\.k_proj\.bias"):
+        Checkpoint(tmp_path, load_config(tmp_path))
