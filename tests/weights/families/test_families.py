@@ -59,7 +59,7 @@ def test_every_family_is_found_by_its_model_type() -> None:
             "llama4_text attends within chunks of 8,192 positions, and its routers weigh what experts read",
         ),
         ("deepseek_v4", "deepseek_v4 attends to compressed keys and values"),
-        ("gemma3n", "gemma3n has layers that share keys and values or have embeddings of their own"),
+        ("gemma3n", r"gemma3n has four streams of states that each layer predicts and corrects \(AltUp\)"),
         ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
         ("beam", r"beam multiplies what attention gives by gates of its input \(as BEAM does\)"),
         ("mimo_v2_flash", "mimo_v2_flash has values of another size than its keys"),
