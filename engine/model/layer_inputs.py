@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from gptserve.engine.model.linear import Affine, LinearMaker, Rows, Weight
 from gptserve.engine.model.loading import StreamedTensors, table_of, take_linear, take_norm
 from gptserve.engine.model.operations import BlockWriter
+from gptserve.engine.model.trial import AwaitedLinear
 from gptserve.weights.config import ModelConfig
 
 
@@ -23,7 +25,7 @@ class LayerInputs:
     def __init__(self, config: ModelConfig, source: StreamedTensors) -> None:
         assert config.layer_input_size is not None
         self._shape = config.num_layers, config.layer_input_size
-        self._table = table_of(source.take_weight("input_embed.weight"))
+        self._table = _rows_of(source.take_weight("input_embed.weight"), source.maker)
         self._scale = math.sqrt(config.layer_input_size / 2)
         source.tables["input_embed"] = self._table, self._scale
         self._project = take_linear(source, "input_proj", bias=False)
@@ -44,6 +46,15 @@ class LayerInputs:
         writer.linear("input_proj", "h", "projected")
         writer.norm("input_norm", "projected", "projected")
         writer.add("inputs", "projected")
+
+
+def _rows_of(weight: Weight, maker: LinearMaker) -> Rows:
+    """Return the rows of a table: those of a linear, never multiplied with, if it is to be held in codes."""
+    if isinstance(weight, Tensor):
+        return weight
+    linear = maker.make("input_embed", Affine(weight))
+    rows = maker.rows_of(linear.made() if isinstance(linear, AwaitedLinear) else linear)
+    return table_of(weight) if rows is None else rows
 
 
 class LayerInput:

@@ -53,7 +53,7 @@ class StreamedTensors:
         """What routers add to scores for the choice, fp32, by the router's name."""
         self.factors: dict[str, Tensor] = {}
         """By what routers multiply weights, fp32, by the router's name."""
-        self.tables: dict[str, tuple[Tensor, float]] = {}
+        self.tables: dict[str, tuple[Rows, float]] = {}
         """Whose rows are read beside the embedding's, and the factors of these rows."""
         self.scales: dict[str, float] = {}
         """Of the outputs of layers, by their names."""

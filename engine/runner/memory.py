@@ -50,7 +50,7 @@ _PARTS = {
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
 _QUANTIZED = (
-    *("qkv", "attn_gate", "attn_out", "ffn_up", "ffn_down", "input_proj", "input_gate", "input_out"),
+    *("qkv", "attn_gate", "attn_out", "ffn_up", "ffn_down", "input_embed", "input_proj", "input_gate", "input_out"),
     *("embed_in", "embed_out", "head"),
 )
 """The weights that a quantization changes."""
@@ -240,12 +240,13 @@ def linear_bytes(
     for part, name, shape in _tensors(model):
         if name in codes:
             num_bytes += codes[name].num_bytes(shape)
-        elif part in parts and name.endswith(".weight") and name != "input_embed.weight":
-            linear = "head" if part == "embedding" else name.removesuffix(".weight")
+        elif part in parts and name.endswith(".weight"):
+            is_table = name == "input_embed.weight"
+            linear = "head" if part == "embedding" and not is_table else name.removesuffix(".weight")
             weight_type = weight_type_of(linear, quantization, model.num_layers)
-            if weight_type is None:
+            if weight_type is None and not is_table:  # one of floats is not packed
                 num_bytes += math.prod(shape) * dtype_bytes
-            else:
+            elif weight_type is not None:
                 num_bytes += group_format(weight_type, shape[1]).num_bytes(shape)
     return num_bytes
 

@@ -182,13 +182,7 @@ class _Writer:
         """Write the embedded tokens to x."""
         config, target = self._config, "embedded" if self._config.embed_size else "x"
         scale = torch.tensor(config.embed_scale, dtype=self._dtype).item()  # rounded as in Decoder
-        if isinstance(embedding, PackedRows):
-            self.program.keep(embedding.linear)
-            table = Table(embedding.address, scale, embedding.kind)
-        else:
-            assert isinstance(embedding, Tensor)
-            table = Table(self._address(embedding), scale)
-        self.program.add("embed", target, target, table)
+        self._embed(target, embedding, scale)
         if config.embed_norm:
             self._norm("embed_norm", target, target)
         if config.embed_size:
@@ -232,8 +226,16 @@ class _Writer:
         self.program.add("add", target, target, residual=term)
 
     def embed(self, name: str, target: str) -> None:
-        rows, scale = self._parts.tables[name]
-        self.program.add("embed", target, target, Table(self._address(rows), scale))
+        self._embed(target, *self._parts.tables[name])
+
+    def _embed(self, target: str, rows: Rows, scale: float) -> None:
+        if isinstance(rows, PackedRows):
+            self.program.keep(rows.linear)
+            table = Table(rows.address, scale, rows.kind)
+        else:
+            assert isinstance(rows, Tensor)
+            table = Table(self._address(rows), scale)
+        self.program.add("embed", target, target, table)
 
     def multiply(self, target: str, factors: str, first: int) -> None:
         self.program.add("multiply", factors, target, c_int64(first))
