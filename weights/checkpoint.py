@@ -26,7 +26,7 @@ from gptserve.weights.gguf.folder import SUFFIX as GGUF_SUFFIX
 from gptserve.weights.gguf.tensors import read_tensor
 from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
-from gptserve.weights.parts import Part, find_code_formats, find_parts, turned_as_stored
+from gptserve.weights.parts import Part, apart_as_stored, find_code_formats, find_parts, turned_as_stored
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
 from gptserve.weights.quantized.blocked import BlockedWeight, BlockRows
@@ -67,7 +67,7 @@ class Checkpoint:
         family, types = find_family(config.model_type), stored_types(read_raw_config(folder), folder)
         files = find_tensors(folder, family.prefixes)
         self.config, sources = resolve_head(family, config, files, types, needs_head=needs_head)
-        sources = turned_as_stored(sources, files)
+        sources = apart_as_stored(turned_as_stored(sources, files), files)
         self._parts = find_parts(folder, family, sources, files, types)
         self._sources = share.of_sources(config, sources)
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))

@@ -14,7 +14,7 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family, read_raw_config
 from gptserve.weights.families.family import Source
 from gptserve.weights.gguf.folder import TENSORS_FILE
-from gptserve.weights.parts import Part, find_code_formats, find_parts, turned_as_stored
+from gptserve.weights.parts import Part, apart_as_stored, find_code_formats, find_parts, turned_as_stored
 from gptserve.weights.quantized import stored_types
 from gptserve.weights.quantized.coded import AnyFormat
 from gptserve.weights.quantized.stored_type import PLAIN
@@ -65,5 +65,5 @@ def _found(folder: Path, config: ModelConfig) -> tuple[Mapping[str, Source], Map
     family, types = find_family(config.model_type), stored_types(read_raw_config(folder), folder)
     files = find_tensors(folder, family.prefixes)
     _, sources = resolve_head(family, config, files, types)
-    sources = turned_as_stored(sources, files)
+    sources = apart_as_stored(turned_as_stored(sources, files), files)
     return sources, find_parts(folder, family, sources, files, types)

@@ -78,6 +78,28 @@ def turned_as_stored(sources: Mapping[str, Source], files: Mapping[str, StoredTe
     return found
 
 
+def apart_as_stored(sources: Mapping[str, Source], files: Mapping[str, StoredTensor]) -> dict[str, Source]:
+    """Return the sources; experts that are entries of one tensor are linears of their own where the files have those.
+
+    Gemma 4 is published as one tensor; tools that quantize it write each expert apart, perhaps below `moe`.
+    """
+    found, linears = dict(sources), {name.rpartition(".")[0] for name in files}
+    for name, source in sources.items():
+        stem, _, kind = source.parts[0][0].rpartition(".")
+        if source.entry is None or source.row_order is not None or kind not in _APART or source.parts[0][0] in files:
+            continue
+        num_in, num_out = source.joined_shape[::-1]
+        for experts in (stem, f"{stem.removesuffix('experts')}moe.experts"):
+            apart = [f"{experts}.{source.entry}.{part}" for part in _APART[kind]]
+            if linears.issuperset(apart):
+                found[name] = Source(tuple((f"{part}.weight", (num_out // len(apart), num_in)) for part in apart))
+    return found
+
+
+_APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What tensors of all experts have of each, one behind the other."""
+
+
 def stored_as(
     source: Source, weight: str, shape: Shape, files: Mapping[str, StoredTensor], types: Sequence[StoredType]
 ) -> tuple[StoredType, Shape]:

@@ -15,9 +15,12 @@ from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, InvalidConfigError, UnsupportedModelError
 from gptserve.weights.families import load_config
+from gptserve.weights.inventory import stored_parts
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
+from tests.weights.quantized.formats import FORMATS
+from tests.weights.quantized.packers import write_quantized
 
 SMALL: dict[str, Any] = {
     "model_type": "gemma4_text",
@@ -175,3 +178,45 @@ def test_keys_and_values_that_no_layer_computes_may_be_in_the_files(tmp_path: Pa
     save_file(tensors, path)
     with pytest.raises(InvalidCheckpointError, match=r"1 unexpected \(.*layers\.5\.self_attn\.k_proj\.bias"):
         Checkpoint(tmp_path, load_config(tmp_path))
+
+
+def unfused(tensors: dict[str, torch.Tensor], below: str) -> dict[str, torch.Tensor]:
+    """Return the tensors with each expert's linears apart, below `layers.{i}.{below}`."""
+    found = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        layer, _, kind = name.partition(".experts.")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if names is None:
+            found[name] = tensor
+            continue
+        for e, its in enumerate(tensor):
+            for part, rows in zip(names, its.chunk(len(names)), strict=True):
+                found[f"{layer}.{below}.{e}.{part}.weight"] = rows.contiguous()
+    return found
+
+
+@pytest.mark.parametrize("below", ["experts", "moe.experts"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 of modelopt", "fp8 of modelopt", None])
+def test_experts_may_be_apart_and_quantized(name: str | None, below: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model(folder, *SHAPES["Gemma 4 with experts"])
+    whole = load_file(folder / "model.safetensors")
+    save_file(unfused(whole, below), folder / "model.safetensors")
+    if name is None:
+        plain = tmp_path / "plain"
+        plain.mkdir()
+        (plain / "config.json").write_bytes((folder / "config.json").read_bytes())
+        save_file(whole, plain / "model.safetensors")
+    else:
+        form = FORMATS[name]
+        plain = write_quantized(folder, form.section, lambda module: form.of(module) if ".experts." in module else None)
+    found, expected = (
+        dict(Checkpoint(its, load_config(its)).stream(dtype=torch.float32, device="cpu")) for its in (folder, plain)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    up = "blocks.1.experts.{}.ffn_up.weight"
+    assert not torch.equal(found[up.format(0)], found[up.format(1)])
+    parts = list(stored_parts(folder, load_config(folder)))
+    assert len([part for part in parts if ".experts." in part.canonical]) == 4 * 6 * 3
