@@ -31,6 +31,9 @@ _FLOOR = 0.03
 _TINY = 1e-30
 _HALF_SPLIT = 2**13 + 1
 """fp32 has 13 bits more than fp16: Veltkamp's split."""
+_MAX_SHORT, _MAX_SHARE = 32767.0, 4095.0
+_STEP_FACTOR = 256 * 32768 / 32767
+"""Two steps in 7 bits, for the upper halves of products."""
 _MAX_HALF = 65504.0
 _MIN_BOUND = 1e-30
 """In fp32, STEP divided by less is infinite."""
@@ -39,8 +42,11 @@ _ELEMENTS = 2**22
 
 
 def shares_of(squares: Tensor) -> Tensor:
-    """Return what an error of a weight of each input counts, fp32 [in], from the means of their squares."""
-    return squares.float() / squares.mean().clamp(min=_TINY) + _FLOOR
+    """Return what an error of a weight of each input counts, fp32 [in], from the means of their squares.
+
+    All count alike if some square is not finite.
+    """
+    return (squares.float() / squares.mean().clamp(min=_TINY)).nan_to_num_(0.0, 0.0) + _FLOOR
 
 
 def quantize_weight(weight: Tensor, shares: Tensor | None = None) -> CodedWeight:
@@ -69,23 +75,26 @@ def fitted_scales(groups: Tensor, shares: Tensor, its: CodeFormat) -> Tensor:
     """Return scales, fp32 [rows, groups], of groups [rows, groups, GROUP], with small squared errors of products.
 
     The error of a weight counts what `shares`, fp32 [in], says. The first of NUM_SCALES that are tried makes the
-    largest weight a code at the end, `zero` steps from 0; each after it has zero / 128 steps less.
+    largest weight a code `zero` - 1 steps from 0; each after it has zero / 128 steps less. Errors are integers: a
+    weight has 16 bits, what its code leaves of it 7 bits of a step, and the square of that, times its share, 26.
     """
     largest, zero = largest_weights(groups), its.zero
-    weights, counts = groups.permute(2, 0, 1).contiguous(), shares.view(-1, GROUP).T.contiguous()  # strides cost most
+    bound, counts = largest.abs(), shares.view(-1, GROUP).T.contiguous()
+    counts = (counts * (_MAX_SHARE / counts.amax(0)) + 0.5).int()
+    unit = torch.where(bound > _TINY, 1 / bound, 0.0) * _MAX_SHORT
+    weights = (groups.permute(2, 0, 1) * unit).round_().int()  # strides cost most
     best = least = torch.empty(0)
     for i in range(NUM_SCALES):
-        steps = zero - i * zero / 128
+        steps = zero - 1 - i * zero / 128
         exact = largest / -steps
         above = exact * _HALF_SPLIT
-        scales = above - (above - exact)  # what fp16 has of them
-        inverse = torch.where(scales.abs() > _TINY, 1 / scales, 0.0)
-        errors = torch.zeros_like(exact)
+        scales = (above - (above - exact)).abs()  # what fp16 has of them
+        factors = (bound * torch.where(scales > _TINY, 1 / scales, 0.0) * _STEP_FACTOR).round_().int()
+        sums = torch.zeros_like(factors)
         for column, count in zip(weights, counts, strict=True):
-            multiples = column * inverse
-            left = multiples - multiples.round().clamp_(max=zero - 1)
-            errors += left * left * count
-        errors *= 1 / (steps * steps)
+            left = ((column * factors) >> 16 << 25) >> 16  # the lower 7 bits, as 16 with a sign
+            sums += (left.square_() >> 16).mul_(count)
+        errors = sums.float() * (1 / (steps * steps))
         best = exact if i == 0 else torch.where(errors < least, exact, best)
         least = errors if i == 0 else torch.minimum(errors, least)
     return best

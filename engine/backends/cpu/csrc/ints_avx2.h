@@ -46,6 +46,22 @@ static inline int32_t sum_of(Ints v) {
     return sum;
 }
 
+// Integers of 16 bits, as pairs.
+static inline Ints paired(Ints low, Ints high) {
+    return {(low.low & 0xffff) | (high.low << 16), (low.high & 0xffff) | (high.high << 16)};
+}
+
+// Add to sums, for each of a pair of weights, the square of what codes leave of it, at most 2^14, times its share, at
+// most 2^12. The upper halves of the products of weights and factors are multiples of steps, which have 7 bits.
+static inline EightInts add_errors(EightInts sum, EightInts pairs, EightInts factors, EightInts shares) {
+    const __m256i left = _mm256_slli_epi16(_mm256_mulhi_epi16((__m256i)pairs, (__m256i)factors), 9);
+    return sum + (EightInts)_mm256_madd_epi16(_mm256_mulhi_epi16(left, left), (__m256i)shares);
+}
+static inline Ints add_errors(Ints sum, Ints pairs, Ints factors, Ints shares) {
+    return {add_errors(sum.low, pairs.low, factors.low, shares.low),
+            add_errors(sum.high, pairs.high, factors.high, shares.high)};
+}
+
 // Store integers of -128 to 127 as bytes.
 static inline void store_bytes(void* p, Ints v) {
     const __m256i mixed = _mm256_packs_epi32((__m256i)v.low, (__m256i)v.high);

@@ -61,6 +61,30 @@ static inline int32_t sum_of(Ints v) {
     return four[0] + four[1] + four[2] + four[3];
 }
 
+static inline Ints paired(Ints low, Ints high) {
+    EACH_PART low.parts[i] = (low.parts[i] & 0xffff) | high.parts[i] << 16;
+    return low;
+}
+#if defined(__SSE2__)
+// Which has no product of 32 bits.
+static inline FourInts errors(FourInts pairs, FourInts factors, FourInts shares) {
+    const __m128i left = _mm_slli_epi16(_mm_mulhi_epi16((__m128i)pairs, (__m128i)factors), 9);
+    return (FourInts)_mm_madd_epi16(_mm_mulhi_epi16(left, left), (__m128i)shares);
+}
+#else
+static inline FourInts error(FourInts weights, FourInts factors, FourInts shares) {
+    const FourInts left = (weights * factors >> 16) << 25 >> 16;
+    return (left * left >> 16) * shares;
+}
+static inline FourInts errors(FourInts pairs, FourInts factors, FourInts shares) {
+    return error(pairs << 16 >> 16, factors >> 16, shares & 0xffff) + error(pairs >> 16, factors >> 16, shares >> 16);
+}
+#endif
+static inline Ints add_errors(Ints sum, Ints pairs, Ints factors, Ints shares) {
+    EACH_PART sum.parts[i] += errors(pairs.parts[i], factors.parts[i], shares.parts[i]);
+    return sum;
+}
+
 static inline void store_bytes(void* p, Ints v) {
     EACH_PART UNROLL for (int j = 0; j < 4; j++) ((int8_t*)p)[4 * i + j] = v.parts[i][j];
 }

@@ -2,12 +2,15 @@
 // kernel, which says how, is rounding_kernel.h's.
 
 #include "code_rows.h"
+#include "scratch.h"
 #include "team.h"
 
 constexpr float MAX_HALF = 65504, MAX_WEIGHT = 2e9f;  // no weight is above 127 * 256 * MAX_HALF
 constexpr float LARGEST = 127;                        // the largest integer of a group
 constexpr float TINY = 1e-30f;                        // no scale, square or spread that matters is less
 constexpr float HALF_SPLIT = (1 << 13) + 1;           // as fp32 has 13 bits more than fp16 (Veltkamp's split)
+constexpr float MAX_SHORT = 32767, MAX_SHARE = 4095;
+constexpr float STEP_FACTOR = 256 * 32768.0 / 32767;  // two steps in 7 bits, for the upper halves of products
 constexpr int NUM_SCALES = 16, ROUNDS = 2, NUM_STARTS = 3;
 constexpr float STARTS[NUM_STARTS] = {1, 0, -1}, ZERO_STARTS[NUM_STARTS] = {0, -2, 2};
 
@@ -15,6 +18,7 @@ struct Rounding {
     int64_t num_in;
     CodeFormat format;
     const float* shares;  // [num_in]: what an error of a weight of this input counts; null: the nearest codes
+    const int32_t* pairs;  // [num_in / 2]: the same in 12 bits of the largest of a group, each with the next above it
 };
 
 // Return the nearest number in fp16, ties to even, of up to MAX_HALF.
@@ -83,13 +87,28 @@ void round_rows(const Rounding& r, const Element* rows, int64_t num_out, int var
     }
 }
 
+// Return what Rounding has as pairs. They are valid until the calling thread asks for others.
+const int32_t* pairs_of(const float* shares, int64_t num_in) {
+    thread_local Scratch scratch;
+    auto* pairs = (int32_t*)scratch.take(num_in * 2);
+    for (int64_t k = 0; k < num_in; k += GROUP) {
+        float most = 0;
+        for (int i = 0; i < GROUP; i++) most = shares[k + i] > most ? shares[k + i] : most;
+        const float unit = MAX_SHARE / most;
+        for (int i = 0; i < GROUP; i += 2)
+            pairs[(k + i) / 2] = (int32_t)(shares[k + i] * unit + 0.5f) |
+                                 (int32_t)(shares[k + i + 1] * unit + 0.5f) << 16;
+    }
+    return pairs;
+}
+
 }  // namespace
 
 // Round and pack weights [num_out][num_in], in fp32 or bf16, in the calling thread. `shares` [num_in] or null says what an
 // error of a weight of each input counts. The scale of a group that is not finite is NaN.
 EXPORT void native_round_groups(const void* rows, bool wide, const float* shares, int64_t num_in, int64_t num_out,
                                 int64_t format, int variant, uint8_t* packed) {
-    const Rounding r = {num_in, CODE_FORMATS[format], shares};
+    const Rounding r = {num_in, CODE_FORMATS[format], shares, shares ? pairs_of(shares, num_in) : nullptr};
     if (wide) round_rows(r, (const float*)rows, num_out, variant, packed);
     else round_rows(r, (const bf16*)rows, num_out, variant, packed);
 }

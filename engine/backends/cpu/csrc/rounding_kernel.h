@@ -107,21 +107,24 @@ static Floats scale_of(const Floats* weights, const float* shares, int num, floa
 }
 
 // Seek a scale as scale_of does, but of codes of 8 bits, of which some scale nearly has the few weights that count most.
-// The first of NUM_SCALES makes the largest weight a code at the end, `zero` steps from 0; each after it has zero / 128
-// steps less.
-static Floats sought_scale(const Floats* weights, const float* shares, int num, float zero) {
-    const Floats largest = largest_of(weights, num);
+// The first of NUM_SCALES makes the largest weight a code zero - 1 steps from 0; each after it has zero / 128 steps
+// less. Errors are integers, whose sums are the same in any order: a weight has 16 bits, what its code leaves of it 7 of
+// a step, and the square of that times its share, of `pairs` of Rounding, 26. So the sum of GROUP is below 2^31.
+static Floats sought_scale(const Floats* weights, const int32_t* shares, float zero) {
+    const Floats largest = largest_of(weights, GROUP), bound = magnitude(largest);
+    const Floats unit = inverse_of(bound, TINY) * broadcast(MAX_SHORT);
+    Ints pairs[GROUP / 2];
+    for (int k = 0; k < GROUP / 2; k++)
+        pairs[k] = paired(rounded(weights[2 * k] * unit), rounded(weights[2 * k + 1] * unit));
     Floats best{}, least{};
     for (int i = 0; i < NUM_SCALES; i++) {
-        const float steps = zero - i * zero / 128;
+        const float steps = zero - 1 - i * zero / 128;
         const Floats exact = largest / broadcast(-steps), above = exact * broadcast(HALF_SPLIT);
-        const Floats inverse = inverse_of(above - (above - exact), TINY);  // of what fp16 has of the scale
-        Floats error{};
-        for (int k = 0; k < num; k++) {
-            const Floats multiple = weights[k] * inverse, left = multiple - whole(min(multiple, broadcast(zero - 1)));
-            error = error + left * left * broadcast(shares[k]);
-        }
-        error = error * broadcast(1.0 / (steps * steps));
+        const Floats inverse = inverse_of(magnitude(above - (above - exact)), TINY);  // of what fp16 has of the scale
+        const Ints factor = rounded(bound * inverse * broadcast(STEP_FACTOR)), factors = paired(factor, factor);
+        Ints sum{};
+        for (int k = 0; k < GROUP / 2; k++) sum = add_errors(sum, pairs[k], factors, all_of(shares[k]));
+        const Floats error = floats_of(sum) * broadcast(1.0 / (steps * steps));
         best = i == 0 ? exact : where_above(least, error, exact, best);
         least = i == 0 ? error : min(least, error);
     }
@@ -260,8 +263,10 @@ static void round_outputs(const Rounding& r, const Element* rows, int64_t num, i
             const float* shares = r.shares ? r.shares + k + i * GROUP : nullptr;
             if (f.grouping == SCALES)
                 for (int j = 0, at = 0; j < num_scales; j++, at += size) {
-                    const auto sought = shares && f.bits == 8 ? sought_scale : scale_of;
-                    exact[i * num_scales + j] = sought(groups[i].weights + at, shares ? shares + at : shares, size, zero);
+                    const Floats* weights = groups[i].weights + at;
+                    exact[i * num_scales + j] = shares && f.bits == 8
+                                                    ? sought_scale(weights, r.pairs + (k + i * GROUP) / 2, zero)
+                                                    : scale_of(weights, shares ? shares + at : shares, size, zero);
                 }
             else if (shares) fit(groups[i], shares, most, exact[i], leasts[i]);
         }

@@ -90,7 +90,7 @@ def test_what_is_packed_is_bit_for_bit_what_a_slow_twin_finds(
 ) -> None:
     for num_rows, width in ((8, 512), (49, 256), (32, 768 if its.sub_group else 96)):
         weight, squares = some_weights(num_rows, width)
-        for known in (None, squares, torch.zeros(width)):
+        for known in (None, squares, torch.zeros(width), torch.where(squares > 0.5, torch.inf, squares)):
             found = NativeInt4Linear(weight.to(dtype), its, None, variant=variant, squares=known)
             twin = quantize_groups(weight.to(dtype), its, known)
             assert packed(found) == packed(NativeCodedLinear(twin, None))

@@ -95,7 +95,7 @@ def test_scales_are_those_of_the_least_weighted_error_of_all_that_are_tried() ->
         return ((groups - codes * scales[..., None]).square() * counts).sum(2)
 
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
-    tried = [errors((largest / (i - 128)).half().float()) for i in range(NUM_SCALES)]
+    tried = [errors((largest / (i - 127)).half().float()) for i in range(NUM_SCALES)]
     found = errors(quantize_weight(weight, shares).scales.float())
     assert (found <= 1.02 * torch.stack(tried).amin(0)).all()
     assert found.sum() < 0.7 * tried[0].sum()
