@@ -15,7 +15,6 @@ import threading
 from multiprocessing.connection import Connection
 
 from gptserve.engine.child import ENGINE_NAME, end_with_parent, limit_spinning, start_deaf
-from gptserve.engine.process.deferred_imports import DEFERRED, deferred, torch_can_be_deferred
 from gptserve.engine.process.garbage import without_collections
 
 _ahead: list[EngineProcess] = []
@@ -93,5 +92,7 @@ def _run(parent_pid: int, connection: Connection, imports_torch: bool) -> None:
 
 def _import_torch() -> None:
     """Import torch; whoever imports it meanwhile waits, and raises what may be wrong with it."""
+    from gptserve.engine.process.deferred_imports import DEFERRED, deferred, torch_can_be_deferred
+
     with contextlib.suppress(Exception), without_collections(), deferred(DEFERRED if torch_can_be_deferred() else ()):
         import torch  # noqa: F401
