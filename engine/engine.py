@@ -25,13 +25,13 @@ from gptserve.engine.runner.probe import NOT_FINITE, may_overlap, warm_up
 from gptserve.engine.runner.runner import ModelRunner
 from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.draft_gain import MeasuredDrafter
-from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
-from gptserve.engine.scheduling.grammar_drafter import GrammarDrafter
+from gptserve.engine.scheduling.choose_drafter import choose_drafter
+from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.grammar_queue import GrammarQueue
 from gptserve.engine.scheduling.prompt_pace import GPU_MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
+from gptserve.engine.scheduling.state_pool import StatePool
 from gptserve.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,6 @@ class Engine:
 
         Steps overlap if `overlap` says so; None: where the configuration wants it and the device can.
         """
-        if drafter is None:
-            ngram = config.speculative_ngram
-            drafter = GrammarDrafter(MeasuredDrafter(PromptLookup(ngram)) if ngram else Drafter())
         self._grammar_queue = GrammarQueue(config.model_dir, config.max_queue_time_s)
         with KeptWarnings() as warnings:
             self._runner = ModelRunner(config, progress, warnings.messages, Ranks) if runner is None else runner
@@ -73,9 +70,10 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
-            drafter=drafter,
+            drafter=drafter or choose_drafter(config.speculative_ngram, has_states=self.info.num_states > 0),
             pace=pace or PromptPace(MIN_CHUNK_TOKENS if self.info.device == "cpu" else GPU_MIN_CHUNK_TOKENS),
             max_queue_time_s=config.max_queue_time_s,
+            states=StatePool(self.info.num_states) if self.info.num_states else None,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
         overlap = may_overlap(config, self._runner) if overlap is None else overlap

@@ -36,3 +36,7 @@ class EngineInfo:
     """The width of a prompt's vector, or how many labels have a logit in it."""
     kv_cache_dtype: str = "float32"
     """The type of its elements, "int8" for codes."""
+    num_states: int = 0
+    """Slots for the states of sequences; 0 if no layer keeps one."""
+    states_bytes: int = 0
+    """Of all of them."""

@@ -14,7 +14,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["input", "output", "both", "sum"]
 Position = Literal["learned", "sinusoidal"]
 Score = Literal["softmax", "sigmoid"]
-AttentionGate = Literal["sigmoid", "softplus"]
+AttentionGate = Literal["sigmoid", "softplus", "silu"]
 Activation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh"]
 
 
@@ -92,8 +92,45 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Linear attention by the gated delta rule (Yang et al., "Gated Delta Networks", 2024), in place of attention.
+
+    Each value head keeps a matrix of key_size x value_size of the tokens before, and each query, key and value the
+    latest conv_size - 1 of them, which a causal convolution of each channel reads. num_value_heads is a multiple of
+    num_key_heads.
+    """
+
+    num_key_heads: int
+    """Of queries, too."""
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_size: int
+
+    @property
+    def key_width(self) -> int:
+        """Rows of the key projection, and of the query projection."""
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        """Rows of the value projection, and of the gate."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def conv_width(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def num_floats(self) -> int:
+        """How many numbers a sequence keeps."""
+        return (self.conv_size - 1) * self.conv_width + self.key_size * self.value_width
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The shape of one layer. num_heads is a multiple of num_kv_heads."""
+    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where `delta` is."""
 
     num_heads: int
     num_kv_heads: int
@@ -119,6 +156,8 @@ class LayerConfig:
     """The number of the layer before it whose keys and values it reads; it has no projections of its own for them."""
     keys_are_values: bool = False
     """Values are what the key projection gives, before keys are normalised and rotated: it has no other weights."""
+    delta: GatedDelta | None = None
+    """What the layer has in place of attention."""
 
     @property
     def q_size(self) -> int:
@@ -134,6 +173,11 @@ class LayerConfig:
     def qkv_size(self) -> int:
         """Rows of the fused query-key-value projection."""
         return self.q_size + (2 * self.kv_size if self.kv_layer is None else 0)
+
+    @property
+    def out_size(self) -> int:
+        """Columns of the projection of what attention gives, or what takes its place."""
+        return self.q_size if self.delta is None else self.delta.value_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +307,11 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """Whether some layer is a mixture of experts."""
         return any(layer.experts is not None for layer in self.distinct_layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of each sequence in place of keys and values."""
+        return any(layer.delta is not None for layer in self.distinct_layers)
 
     def change_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """Return the configuration with each layer changed; `change` is called once for each shape."""

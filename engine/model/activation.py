@@ -40,13 +40,22 @@ def sigmoid(x: Tensor) -> Tensor:
     return _by_vectors(x.contiguous(), torch.sigmoid)
 
 
+def decay(x: Tensor, factors: Tensor) -> Tensor:
+    """Return e^(-factor * softplus(x)), elementwise; on a CPU the bits of an element depend on it alone."""
+    slowed = factors * _by_vectors(x.contiguous(), functional.softplus)
+    return _by_vectors(-slowed, torch.exp)
+
+
+_GATES: dict[AttentionGate, Callable[[Tensor], Tensor]] = {"softplus": functional.softplus, "silu": functional.silu}
+
+
 def gate_heads(heads_THD: Tensor, gates: Tensor, function: AttentionGate) -> Tensor:
     """Return heads [T, H, D] times the function, in fp32, of gates [T, H * D], or [T, H] of whole heads, as [T, H * D].
 
     On a CPU the bits of an element depend on it alone.
     """
     wide = gates.float()
-    factors = sigmoid(wide) if function == "sigmoid" else _by_vectors(wide.contiguous(), functional.softplus)
+    factors = sigmoid(wide) if function == "sigmoid" else _by_vectors(wide.contiguous(), _GATES[function])
     of_heads_TH = factors.to(heads_THD.dtype).view(*heads_THD.shape[:2], -1)
     return (heads_THD * of_heads_TH).flatten(1)
 

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gptserve.engine.model.states import DeltaState
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -58,10 +60,12 @@ class AttentionMetadata:
     """int32 [S, N], N the largest number of blocks of a sequence; rows are padded with 0"""
     slots_T: Tensor
     """int64 [T], block * B + offset; -1 for a padding row"""
+    states: tuple[int, ...] = ()
+    """StepArrays.states, for layers that keep a state"""
 
 
 class Cache(Protocol):
-    """The tensors that hold keys and values."""
+    """The tensors that hold keys and values, and states."""
 
     @property
     def layers(self) -> list[Tensor]:
@@ -69,6 +73,10 @@ class Cache(Protocol):
 
         In int8 [2, N, G, B, D + SCALE_BYTES]: codes, then their scale, as kv_rows.py says.
         """
+
+    @property
+    def states(self) -> list[DeltaState | None]:
+        """Of each layer the states of sequences, None if it has keys and values."""
 
 
 class AttentionBackend(Protocol):

@@ -5,6 +5,7 @@ Rows are the scheduled tokens of all sequences, one sequence after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,11 @@ class ModelInput:
     metadata: AttentionMetadata
 
 
-def model_input(arrays: tuple[Array, ...], device: torch.device) -> ModelInput:
+def model_input(arrays: tuple[Array, ...], device: torch.device, states: Sequence[int] = ()) -> ModelInput:
     """Return the arrays of StepArrays.as_numpy as tensors on `device`."""
-    token_ids_T, positions_T, rows_R, *tensors = to_device(device, *arrays)
-    metadata = AttentionMetadata(tuple(arrays[3].tolist()), tuple(arrays[4].tolist()), *tensors)
+    token_ids_T, positions_T, rows_R, starts, lens, tables, slots = to_device(device, *arrays)
+    of_host = tuple(arrays[3].tolist()), tuple(arrays[4].tolist())
+    metadata = AttentionMetadata(*of_host, starts, lens, tables, slots, tuple(states))
     return ModelInput(token_ids_T, positions_T, rows_R, metadata)
 
 

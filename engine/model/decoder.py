@@ -70,9 +70,9 @@ class Layers:
         term: Tensor | None = None
         rotations = [table[positions_T].unbind(1) for table in self._tables]
         rotation_of = [None if table is None else rotations[table] for table in self._table_of]
-        inputs = inputs or [None] * len(self._blocks)
-        for block, its, cache_2NGBD, input_TI in zip(self._blocks, rotation_of, cache.layers, inputs, strict=True):
-            x, term = block(x, term, its, cache_2NGBD, metadata, input_TI)
+        caches, inputs = zip(cache.layers, cache.states, strict=True), inputs or [None] * len(self._blocks)
+        for block, its, (kv, state), input_TI in zip(self._blocks, rotation_of, caches, inputs, strict=True):
+            x, term = block(x, term, its, kv, state, metadata, input_TI)
         return x if term is None else x + term
 
 

@@ -12,38 +12,17 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.model.activation import gate_heads
-from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.model.attention_specs import attention_spec
+from gptserve.engine.model.delta import DeltaAttention
 from gptserve.engine.model.feed_forward import take_feed_forward
 from gptserve.engine.model.layer_inputs import LayerInput
 from gptserve.engine.model.loading import StreamedTensors, bare_norm, take_linear, take_norm, take_scale
 from gptserve.engine.model.norm import Norm, normalize_heads_
 from gptserve.engine.model.operations import BlockWriter, WritePart
 from gptserve.engine.model.rotary import Rotation, grow_, rotate_
-from gptserve.weights.config import LayerConfig, ModelConfig
-
-
-def attention_spec(
-    config: ModelConfig, layer: LayerConfig, device: torch.device, sinks: Tensor | None
-) -> AttentionSpec:
-    """Return the attention of this layer."""
-    return AttentionSpec(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        scale=layer.attention_scale,
-        window=layer.window,
-        alibi_slopes=torch.tensor(layer.alibi_slopes, device=device) if layer.alibi_slopes else None,
-        sinks=sinks,
-        softcap=config.attention_softcap,
-        reads_other=layer.kv_layer is not None,
-    )
-
-
-def layer_specs(config: ModelConfig, device: torch.device) -> list[AttentionSpec]:
-    """Return the attention of all layers, with sinks of 0 where the model has any."""
-    has_sinks = config.attention_sinks
-    sinks = [torch.zeros(layer.num_heads, device=device) if has_sinks else None for layer in config.layers]
-    return [attention_spec(config, layer, device, its) for layer, its in zip(config.layers, sinks, strict=True)]
+from gptserve.engine.model.states import DeltaState
+from gptserve.weights.config import ModelConfig
 
 
 class Attention:
@@ -69,7 +48,7 @@ class Attention:
             self._norms.append(bare_norm(config, source, f"{name}.v_norm"))
         sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
         self._spec = attention_spec(config, config.layers[layer], device, sinks)
-        source.attentions.append(self._spec)
+        source.attentions[layer] = self._spec
 
     def __call__(
         self,
@@ -189,7 +168,9 @@ class Block:
         is_plain = is_plain and not (config.layer_input_size or config.layer_scale)
         self._norms_add = is_plain and source.operations.add_normalize is not None
         self._attn_residual = Residual(config, source, f"{name}.attn")
-        self._attention = Attention(config, layer, source, backend, device)
+        is_delta = config.layers[layer].delta is not None
+        self._attention = None if is_delta else Attention(config, layer, source, backend, device)
+        self._delta = DeltaAttention(config, layer, source) if is_delta else None
         shared = self._attn_residual.norm if config.shared_norm else None
         is_inner = config.layers[layer].dense_size is not None
         self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, is_inner)
@@ -203,17 +184,21 @@ class Block:
         term: Tensor | None,
         rotation: Rotation | None,
         cache_2NGBD: Tensor,
+        state: DeltaState | None,
         metadata: AttentionMetadata,
         input_TI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output [T, hidden] and store the step's keys and values in the cache.
+        """Return the layer's output [T, hidden] and store the step's keys and values in the cache, or its state.
 
         Input and output are each a sum of x and a term, if there is one, which the next norm adds. `input_TI` is what
         the layer is given beside them.
         """
 
         def attend(h: Tensor, residual: Tensor | None) -> Tensor:
-            return self._attention(h, residual, rotation, cache_2NGBD, metadata)
+            if self._attention is not None:
+                return self._attention(h, residual, rotation, cache_2NGBD, metadata)
+            assert self._delta is not None and state is not None
+            return self._delta(h, residual, state, metadata)
 
         if self._norms_add:
             return self._ffn_residual.of_sum(self._ffn, *self._attn_residual.of_sum(attend, x, term))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gptserve.engine.state_place import StatePlace
+
 
 class Span(NamedTuple):
     """Consecutive tokens of one sequence, which a step computes."""
@@ -25,9 +27,11 @@ class Span(NamedTuple):
     """of the whole sequence; the keys and values of position p lie in block_ids[p // block_size]"""
     num_sampled: int = 0
     """after how many of the tokens, the last ones, the next one is sampled"""
+    state: StatePlace | None = None
+    """None: the slot with the number of the sequence in the step"""
 
 
-SpanFields = tuple[Sequence[int], int, Sequence[int], int]
+SpanFields = tuple[Sequence[int], int, Sequence[int], int, StatePlace | None]
 """A Span, or its fields, which take less time to make."""
 
 
@@ -48,20 +52,24 @@ class StepArrays(NamedTuple):
     """int32 [S * N]"""
     slots: array[int]
     """int64 [T]"""
+    states: array[int]
+    """int32 [S * 4], the fields of the StatePlace of each sequence; empty if no span has one (state_place.py)"""
 
     def as_numpy(self) -> tuple[NDArray[Any], ...]:
-        """Return all fields, in the same memory; the table as [S, N]."""
-        *arrays, tables, slots = map(np.asarray, self)
+        """Return all fields but the states, in the same memory; the table as [S, N]."""
+        *arrays, tables, slots = map(np.asarray, self[:-1])
         return *arrays, tables.reshape(len(self.kv_lens), -1), slots
 
 
 def lay_out(spans: Sequence[SpanFields], block_size: int) -> StepArrays:
     """Return the integers of a step of these tokens, each sequence at most once. All tokens must have blocks."""
     token_ids, positions, rows, slots, tables = array("q"), array("q"), array("q"), array("q"), array("i")
-    starts, kv_lens = array("i", (0,)), array("i")
-    num_blocks = max([len(block_ids) for _, _, block_ids, _ in spans])
+    starts, kv_lens, states = array("i", (0,)), array("i"), array("i")
+    num_blocks = max([len(block_ids) for _, _, block_ids, _, _ in spans])
     padding = array("i", bytes(4 * num_blocks))
-    for ids, first, block_ids, num_sampled in spans:
+    for ids, first, block_ids, num_sampled, state in spans:
+        if state is not None:
+            states.extend(state)
         tables.extend(block_ids)
         tables.extend(padding[len(block_ids) :])
         if len(ids) == 1:
@@ -81,7 +89,7 @@ def lay_out(spans: Sequence[SpanFields], block_size: int) -> StepArrays:
         slots.extend(_slots(block_ids, first, end, block_size))
         if num_sampled:
             rows.extend(range(len(token_ids) - num_sampled, len(token_ids)))
-    return StepArrays(token_ids, positions, rows, starts, kv_lens, tables, slots)
+    return StepArrays(token_ids, positions, rows, starts, kv_lens, tables, slots, states)
 
 
 def _slots(block_ids: Sequence[int], first: int, end: int, block_size: int) -> list[int]:

@@ -17,6 +17,7 @@ from gptserve.engine.model.group import Group
 from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows, Weight
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.states import DeltaNumbers
 from gptserve.engine.model.trial import AwaitedLinear, Trial
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
@@ -59,7 +60,10 @@ class StreamedTensors:
         """Of the outputs of layers, by their names."""
         self.xielus: dict[str, Xielu] = {}
         """By the name of the feed-forward's block."""
-        self.attentions: list[AttentionSpec] = []
+        self.attentions: dict[int, AttentionSpec] = {}
+        """By the number of the layer."""
+        self.deltas: dict[str, DeltaNumbers] = {}
+        """By the name of the block."""
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this name. The stream has it: Checkpoint has checked that."""

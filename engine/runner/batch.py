@@ -39,7 +39,7 @@ def step_input(batch: ScheduledBatch, block_size: int, mask_thread: MaskThread) 
             if draft:
                 positions += [SamplingPosition(state, known, draft[:i]) for i in range(1, num_sampled)]
         token_ids = known[first : first + num_tokens]
-        spans.append(([*token_ids, *draft] if draft else token_ids, first, sequence.block_ids, num_sampled))
+        spans.append(([*token_ids, *draft] if draft else token_ids, first, sequence.block_ids, num_sampled, item.state))
         num_rows += num_tokens
     return StepInput(lay_out(spans, block_size), positions, prompts, pooled, mask_thread.begin(queries))
 

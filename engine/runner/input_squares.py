@@ -78,8 +78,9 @@ class InputTrial(Trial):
         self._linears, self._has_head = linears, model.classifier is None
         self._num_tokens = min(MAX_TOKENS, config.max_model_len or model.max_position)
         num_blocks = -(-self._num_tokens // _BLOCK_SIZE)
-        cache = KVCache(model, NUM_SEQUENCES * num_blocks, _BLOCK_SIZE, setup.dtype, setup.device)
-        self._caches, self._rotations = iter(cache.layers), dict[Rotary | None, Rotation | None]({None: None})
+        cache = KVCache(model, NUM_SEQUENCES * num_blocks, _BLOCK_SIZE, setup.dtype, setup.device, NUM_SEQUENCES)
+        self._caches = zip(cache.layers, cache.states, strict=True)
+        self._rotations = dict[Rotary | None, Rotation | None]({None: None})
         with seeded(torch.device("cpu")) as generator:
             drawn = torch.randint(model.vocab_size, (NUM_SEQUENCES, self._num_tokens), generator=generator)
         spans = [Span(ids, 0, range(i * num_blocks, (i + 1) * num_blocks)) for i, ids in enumerate(drawn.tolist())]
@@ -97,7 +98,7 @@ class InputTrial(Trial):
         if rotary is not None and rotary not in self._rotations:
             table = rotary_table(rotary, self._num_tokens, positions_T.device)
             self._rotations[rotary] = table[positions_T].unbind(1)
-        of_layer = self._rotations[rotary], next(self._caches), metadata, next(self._inputs)
+        of_layer = self._rotations[rotary], *next(self._caches), metadata, next(self._inputs)
         self._x, self._term = layer(self._x, self._term, *of_layer)
         self._linears.make_rest()
         return layer

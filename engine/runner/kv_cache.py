@@ -19,6 +19,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.kv_rows import row_size
+from gptserve.engine.model.states import make_state
 from gptserve.engine.runner.memory import CPU_MEMORY_SHARE, available_memory_bytes
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import mapped
@@ -33,9 +34,17 @@ class KVCache:
     """
 
     def __init__(
-        self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_states: int = 1,
     ) -> None:
         self.dtype = dtype
+        self.states = [make_state(layer.delta, num_states, device) for layer in model.layers]
+        self.num_states = num_states if model.has_states else 0
         size = dtype.itemsize
         own = [layer for layer in model.layers if layer.kv_layer is None]
         shapes = [(layer.num_kv_heads, block_size, row_size(layer.head_size, size)) for layer in own]
@@ -59,7 +68,7 @@ def _allocate(
     num: int, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Iterable[Tensor]:
     """Return so many tensors, which take little memory before they are written; on a CPU in huge pages."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(block_shape):
         return [torch.empty(2, num_blocks, *block_shape, dtype=dtype, device=device) for _ in range(num)]
     block_bytes = math.prod(block_shape) * dtype.itemsize
     shape = (num, 2, _spread(num_blocks, block_bytes, 2 * num), *block_shape)

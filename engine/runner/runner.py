@@ -31,6 +31,7 @@ from gptserve.engine.model.group import OtherRanks, StartRanks
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.batch_invariance import check_model
+from gptserve.engine.runner.description import describe
 from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, sample_numbers
 from gptserve.engine.runner.hardware import set_num_threads
 from gptserve.engine.runner.input_squares import linears_of
@@ -131,25 +132,8 @@ class ModelRunner:
         numbers = (self.device, setup.dtype, config, product, backend, operations, products, share.size)
         draws = "torch" if sampler is None else sampler.build
         causes = numeric_causes(setup.checkpoint.digest, whole, *numbers, self.graphs is not None, draws)
-        self.info = EngineInfo(
-            vocab_size=self._model.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=self._model.eos_token_ids,
-            device=str(self.device),
-            dtype=str(setup.dtype).removeprefix("torch."),
-            attention_backend=backend.name,
-            product=product,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            kv_cache_bytes=self._cache.num_bytes * share.size,
-            kv_cache_dtype=str(self._cache.dtype).removeprefix("torch."),
-            max_num_seqs=config.max_num_seqs,
-            max_num_queued_reqs=config.max_num_queued_reqs,
-            fingerprint=fingerprint(causes, sample),
-            batch_invariant=products.are_invariant,
-            task=config.task,
-            vector_size=whole.vector_size,
-        )
+        sizes = self._cache, num_blocks, max_model_len
+        self.info = describe(config, setup, share.size, product, *sizes, fingerprint(causes, sample))
         self._is_cpu = self.device.type == "cpu"
 
     @property
@@ -210,7 +194,7 @@ class ModelRunner:
             return self._programs.logits(arrays, self._chosen_ids)
         on_host = arrays.as_numpy()
         with nullcontext() if self._ranks is None else self._ranks.step(on_host):
-            inputs = model_input(on_host, self.device)
+            inputs = model_input(on_host, self.device, arrays.states)
             token_ids_T = inputs.token_ids_T
             if on_host[0].min() < 0:
                 token_ids_T = known_token_ids(token_ids_T, self._chosen())

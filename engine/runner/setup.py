@@ -14,7 +14,7 @@ import torch
 from gptserve.engine.backends.gpu.selfcheck.operations import choose_operations
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.attention import AttentionBackend
-from gptserve.engine.model.layers import layer_specs
+from gptserve.engine.model.attention_specs import layer_specs
 from gptserve.engine.model.loading import Stream
 from gptserve.engine.model.operations import Operations
 from gptserve.engine.runner.attention_choice import choose_backend
@@ -22,6 +22,7 @@ from gptserve.engine.runner.batch_invariance import Products, choose_products, s
 from gptserve.engine.runner.hardware import choose_device, choose_dtype
 from gptserve.engine.runner.memory import check_max_model_len, weights_quantized
 from gptserve.engine.runner.products import check_quantization, choose_codes
+from gptserve.engine.runner.state_memory import check_states
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.classes import load_classifier
 from gptserve.weights.config import ModelConfig
@@ -65,6 +66,7 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     dtype = choose_dtype(config, device)
     whole = load_config(config.model_dir, "refuse" if config.strict_config else "warn")
     whole = replace(whole, classifier=load_classifier(config.model_dir, config.task))
+    check_states(whole, device.type)
     check_max_model_len(config, whole.max_position)
     check_quantization(config, whole, device)
     specs = layer_specs(share.of_config(whole), device)

@@ -30,6 +30,7 @@ from gptserve.engine.runner.kv_cache import KVCache, cache_dtype, cache_memory_b
 from gptserve.engine.runner.logprobs import top_logprobs
 from gptserve.engine.runner.memory import plan_cache
 from gptserve.engine.runner.sampler import sample
+from gptserve.engine.runner.state_memory import plan_states, state_bytes
 from gptserve.engine.sampling.choice import SamplingPosition, SamplingState
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
 from gptserve.engine.staging import to_device
@@ -126,8 +127,10 @@ def make_cache(
         del one_block
         memory.reset()
     budget = cache_memory_bytes(config, device, reserved) if ranks is None else ranks.least_memory(reserved)
+    num_states = plan_states(config, model, budget[1])
+    budget = budget[0] - num_states * state_bytes(model), budget[1] - num_states * state_bytes(model)
     num_blocks, max_model_len = plan_cache(config, model, rows.itemsize, *budget)
-    cache = KVCache(model, num_blocks, config.block_size, rows, device)
+    cache = KVCache(model, num_blocks, config.block_size, rows, device, num_states)
     decoder.set_max_model_len(max_model_len)
     has_graphs = measured is not None and measured.graphs is not None
     if ranks is not None:

@@ -75,6 +75,13 @@ class BlockPool:
             prefix = self._prefixes[block_id]
         return block_ids
 
+    def prefix_of(self, block_id: int) -> PrefixId:
+        """Return what identifies the tokens up to the end of a block that `match` has returned or `register` was given.
+
+        No other tokens ever have it; the same ones may get another once the block is no longer findable.
+        """
+        return self._prefixes[block_id]
+
     def allocate(self, num_new: int, matched: Sequence[int] = ()) -> list[int] | None:
         """Take one reference to each block of `matched` and to num_new others; return them in this order.
 

@@ -23,6 +23,8 @@ from gptserve.engine.scheduling.filler import FillerRoom
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
+from gptserve.engine.scheduling.state_pool import StatePool
+from gptserve.engine.scheduling.stateful_blocks import StatefulBlocks
 from gptserve.engine.stats import EngineStats
 
 _in_order_of_service = attrgetter("order")
@@ -69,10 +71,11 @@ class Scheduler:
         pace: Pace | None = None,
         max_queue_time_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        states: StatePool | None = None,
     ) -> None:
         assert pool.num_blocks * pool.block_size >= max_model_len, "the pool must hold a sequence of max_model_len"
         self._pool = pool
-        self._blocks = SequenceBlocks(pool)
+        self._blocks = SequenceBlocks(pool) if states is None else StatefulBlocks(pool, states)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -337,9 +340,9 @@ class Scheduler:
 
     def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: Budget) -> None:
         """Schedule tokens of a sequence that has its blocks, within the budget."""
-        num_tokens = budget.take(sequence.num_uncomputed)
-        items.append(ScheduledSequence(sequence, num_tokens))
+        num_tokens = budget.take(self._blocks.num_schedulable(sequence))
         self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
+        items.append(ScheduledSequence(sequence, num_tokens, state=self._blocks.place_state(sequence, num_tokens)))
 
     def _add_drafts(self, items: list[ScheduledSequence], room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""

@@ -15,6 +15,8 @@ from gptserve.engine.grammar.matcher import Matcher
 from gptserve.engine.pooling import NOTHING_SAMPLED, AnyRequest
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.sampling.choice import SamplingState
+from gptserve.engine.scheduling.state_pool import HeldState
+from gptserve.engine.state_place import StatePlace
 from gptserve.weights.pooling import Pooling
 
 
@@ -45,6 +47,7 @@ class SequenceState:
     matcher follows the request's grammar, if it has one. pooled is there for a PoolingRequest, which samples nothing:
     it ends when its tokens are computed. The sampler keeps what it has counted in `sampling`.
     is_always_foreseeable: the host never needs its newest token to plan a step (foresight.py); Scheduler sets it.
+    held: a running sequence has it if layers of the model keep a state.
     """
 
     request: AnyRequest
@@ -65,6 +68,7 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     pooled: Pooled | None = None
+    held: HeldState | None = None
     sampling: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,9 +129,12 @@ class ScheduledSequence:
     draft: tuple[int, ...]
     needs_sampling: bool
     """Whether the newest known token is computed, so that its logits give the next one, which is wanted."""
+    state: StatePlace | None
 
-    def __init__(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> None:
-        self.sequence, self.num_tokens, self.draft = sequence, num_tokens, draft
+    def __init__(
+        self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = (), state: StatePlace | None = None
+    ) -> None:
+        self.sequence, self.num_tokens, self.draft, self.state = sequence, num_tokens, draft, state
         is_last = num_tokens == len(sequence.token_ids) - sequence.num_computed + len(draft)
         self.needs_sampling = is_last and sequence.pooled is None
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.state_place import StatePlace
 
 
 class _Refusal(NamedTuple):
@@ -64,6 +65,14 @@ class SequenceBlocks:
         sequence.block_ids.extend(block_ids)
         sequence.num_computed = len(matched) * self.block_size
         return True
+
+    def num_schedulable(self, sequence: SequenceState) -> int:
+        """Return how many of a sequence's uncomputed tokens one step may compute."""
+        return sequence.num_uncomputed
+
+    def place_state(self, sequence: SequenceState, num_tokens: int) -> StatePlace | None:
+        """Return where a step of so many tokens, which are registered, has the state; None: the model has none."""
+        return None
 
     def _is_still_refused(self, sequence: SequenceState) -> bool:
         """Whether it is certain, without a look at the tokens, that `allocate` would refuse a sequence again."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from gptserve.engine.config import Quantization
 from gptserve.engine.runner.memory import (
     CPU_MEMORY_SHARE,
+    OF_DELTA,
     HeldWeight,
     available_memory_bytes,
     cache_capacity,
@@ -22,6 +23,7 @@ from gptserve.engine.runner.memory import (
     parameter_counts,
     weight_bytes,
 )
+from gptserve.engine.runner.state_memory import state_bytes
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config, read_raw_config
 from gptserve.weights.inventory import StoredPart, code_formats, has_weights, stored_parts
@@ -45,8 +47,8 @@ AS_STORED = "as stored"
 _ROWS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
-    "attention q, k, v": ("qkv",),
-    "attention out": ("attn_gate", "attn_out", "sinks"),
+    "attention q, k, v": ("qkv", "delta_in"),
+    "attention out": ("attn_gate", "attn_out", "sinks", *OF_DELTA),
     "feed-forward": ("ffn_up", "ffn_down", "xielu"),
     "router": ("router", "correction", "factors"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts
@@ -131,6 +133,8 @@ class ModelReport:
     by_dtype: tuple[DTypeReport, ...]
     int8_kv_bytes_per_token: int
     """With `--kv-cache-dtype int8`, whatever the weights are."""
+    state_bytes: int
+    """What each sequence keeps beside keys and values."""
     stored: tuple[StoredReport, ...]
 
 
@@ -192,7 +196,8 @@ def inspect_model(
         num_read = sum(entry.bytes_per_token for entry in computed)
         kv_bytes = kv_bytes_per_token(model, num_bytes)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes, *fits, computed, num_read))
-    kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in model.layers}
+    with_keys = [layer for layer in model.layers if layer.delta is None]
+    kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in with_keys}
     num_kv_heads, head_size = kv_shapes.pop() if len(kv_shapes) == 1 else (None, None)
     return ModelReport(
         model=name,
@@ -203,7 +208,7 @@ def inspect_model(
         num_parameters=num_parameters,
         tied_head=model.tied_head,
         num_layers=model.num_layers,
-        num_kv_layers=sum(layer.kv_layer is None for layer in model.layers),
+        num_kv_layers=sum(layer.kv_layer is None for layer in with_keys),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=model.max_position,
@@ -211,6 +216,7 @@ def inspect_model(
         memory_bytes=memory_bytes,
         by_dtype=tuple(by_dtype),
         int8_kv_bytes_per_token=kv_bytes_per_token(model, 1),
+        state_bytes=state_bytes(model),
         stored=parts_stored,
     )
 
@@ -294,6 +300,8 @@ def render(report: ModelReport) -> str:
         f"on a CPU a server reserves at most {CPU_MEMORY_SHARE:.0%} of the memory that loading leaves free, unless "
         "--kv-cache-bytes says more; what is reserved is used only as the cache fills",
     ]
+    if report.state_bytes:
+        lines.append(f"each sequence keeps {_bytes(report.state_bytes)} of states beside them, however long it is")
     return "\n".join(lines)
 
 

@@ -16,8 +16,8 @@ import torch
 
 from gptserve.engine.backends.cpu.decoder import NativeDecoder
 from gptserve.engine.config import EngineConfig
+from gptserve.engine.model.attention_specs import layer_specs
 from gptserve.engine.model.decoder import Decoder
-from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.runner.attention_choice import choose_backend
 from gptserve.weights.families import load_config
 from gptserve.weights.storyteller.recipe.generator import stories

@@ -67,6 +67,22 @@ _GEMMA4 = {
     "pad_token_id": 0,
 }
 _GEMMA4_DENSE = {**_GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+_QWEN3_5 = {
+    **_DEEP,
+    "rms_norm_eps": 1e-3,  # smaller ones enlarge rounding where heads give next to nothing
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 20,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 _GEMMA4_SMALL = {
     **_GEMMA4,
     "num_hidden_layers": 6,
@@ -429,6 +445,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "gating": "per-element",
         },
     ),
+    "Qwen3.5": (
+        "qwen3_5_text",
+        _QWEN3_5,
+    ),
+    "Qwen3.5, attention first, tied": (
+        "qwen3_5_text",
+        {
+            **_DEEP,
+            "rms_norm_eps": 1e-3,  # smaller ones enlarge rounding where heads give next to nothing
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 40,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+        },
+    ),
     "Mellum 2, past its window": (
         "mellum",
         {
@@ -657,6 +692,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_vl",
         {
             **_with_vision({**_LLAMA, "head_dim": 16, **_MROPE}, {**_QWENS_EYES, "deepstack_visual_indexes": [0]}),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3.5 that sees": (
+        "qwen3_5",
+        {
+            **_with_vision({**_QWEN3_5, "num_hidden_layers": 3, "full_attention_interval": 2}, _QWENS_EYES),
             "tie_word_embeddings": True,
         },
     ),

@@ -10,6 +10,7 @@ import re
 import shutil
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from gptserve.engine.request import Request, SamplingParams, TokenLogprobs, Toke
 from gptserve.engine.runner import products
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.runner.products import Linears
+from gptserve.engine.state_place import StatePlace
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import FAMILIES, load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
@@ -83,7 +85,7 @@ def paged_logits(
     decoder.set_max_model_len(longest)
     num_blocks = len(prompts) * (longest // block_size + 1)
     tables = shuffled_tables([longest + 1] * len(prompts), block_size, num_blocks)
-    cache = KVCache(config, num_blocks, block_size, dtype, torch.device("cpu"))
+    cache = KVCache(config, num_blocks, block_size, dtype, torch.device("cpu"), num_states=len(prompts))
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     done = 0
     for chunk in CHUNKS:
@@ -93,7 +95,9 @@ def paged_logits(
         kv_lens = [min(len(prompts[s]), done + chunk) for s in live]
         query_lens = [kv_len - done for kv_len in kv_lens]
         ids = [token for s, kv_len in zip(live, kv_lens, strict=True) for token in prompts[s][done:kv_len]]
+        states = [number for s in live for number in StatePlace(s, s if done else -1)]
         metadata = make_metadata(query_lens, kv_lens, [tables[s] for s in live], block_size)
+        metadata = replace(metadata, states=tuple(states))
         logits = logits_of(decoder, ids, positions(query_lens, kv_lens), cache, metadata)
         for s, part in zip(live, logits.split(query_lens), strict=True):
             rows[s].append(part)
@@ -112,7 +116,8 @@ def logits_of(
     of_attention = array("i", metadata.query_starts), array("i", metadata.kv_lens)
     tables, slots = metadata.block_tables_SN.flatten().tolist(), metadata.slots_T.tolist()
     ids = array("q", token_ids), array("q", positions_T.tolist()), array("q")
-    program.run(StepArrays(*ids, *of_attention, array("i", tables), array("q", slots)), cache)
+    places = array("i", metadata.states)
+    program.run(StepArrays(*ids, *of_attention, array("i", tables), array("q", slots), places), cache)
     return program.logits(slice(len(token_ids)))
 
 

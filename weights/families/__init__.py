@@ -75,12 +75,21 @@ from gptserve.weights.families.persimmon import PERSIMMON
 from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
+from gptserve.weights.families.qwen3_5 import QWEN3_5 as QWEN3_5_TEXT
 from gptserve.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
 from gptserve.weights.families.stablelm import STABLELM
 from gptserve.weights.families.starcoder2 import STARCODER2
-from gptserve.weights.families.with_vision import COHERE2_VISION, MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
+from gptserve.weights.families.with_vision import (
+    COHERE2_VISION,
+    MISTRAL3,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    QWEN3_5,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+)
 from gptserve.weights.families.with_vision import GEMMA3 as GEMMA3_WITH_VISION
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
@@ -101,6 +110,7 @@ FAMILIES: dict[str, Family] = {
             MINISTRAL3,
             QWEN2,
             QWEN3,
+            QWEN3_5_TEXT,
             PHI,
             PHI3,
             GEMMA,
@@ -150,6 +160,7 @@ FAMILIES: dict[str, Family] = {
             QWEN2_5_VL,
             QWEN3_VL,
             QWEN3_VL_MOE,
+            QWEN3_5,
         ),
         *(SMOLVLM, IDEFICS3, INTERNVL, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, AYA_VISION, NANOCHAT, NANOGPT),
     )

@@ -19,6 +19,13 @@ layer; linears are [out, in]):
         q_norm, k_norm   [D] and [D], or [H * D] and [G * D]
         attn_gate        [H * D, hidden], or [H, hidden]
         attn_out         [hidden, H * D]
+        delta_in         [2 * K + V, hidden]: all queries, then all keys, then all values, of widths K, K and V
+        delta_gate       [V, hidden]
+        delta_rates      [2 * heads, hidden]: of each value head how much it learns, then how much it forgets
+        delta_conv       [(2 * K + V) * conv_size], fp32: the factors of a channel, that of the newest token last
+        delta_decay, delta_step [heads] and [heads], fp32: A and dt of Mamba, A as its logarithm
+        delta_norm       [value_size]
+        delta_out        [hidden, V]
         ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
         xielu            [4], fp32: alpha_p and alpha_n before their softplus, beta, eps
         ffn_down         [hidden, ffn]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from gptserve.weights.config import LayerConfig, ModelConfig
+from gptserve.weights.config import GatedDelta, LayerConfig, ModelConfig
 from gptserve.weights.families.family import MAX_LAYERS, Source
 
 Names = Mapping[str, str | tuple[str, ...]]
@@ -57,6 +57,8 @@ def _named(
     kind = name.rpartition(".")[2]
     if _absent(config, layer).get(kind):
         return {}
+    if kind.startswith("delta_"):
+        return {} if layer.delta is None else _of_delta(layer.delta, name, kind, stored, hidden)
     if kind == "scale":
         return {name: Source(((stored[0], (1,)),), is_wide=True)} if config.layer_scale else {}
     if kind == "qkv" and layer.keys_are_values:
@@ -115,11 +117,34 @@ def _absent(config: ModelConfig, layer: LayerConfig) -> dict[str, bool]:
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     is_absent["xielu"] = not config.xielu
     is_absent["attn_gate"] = config.attention_gate is None
+    if layer.delta is not None:
+        is_absent |= dict.fromkeys(("qkv", "q_norm", "k_norm", "attn_gate", "attn_out"), True)
     return is_absent
 
 
 _BESIDE = ("dense_output_norm", "experts_norm", "experts_output_norm", "router_norm")
 _OF_INPUTS = ("input_embed", "input_proj", "input_norm", "input_gate", "input_out", "input_output_norm")
+
+
+def _of_delta(delta: GatedDelta, name: str, kind: str, stored: Sequence[str], hidden: int) -> dict[str, Source]:
+    """Return the tensor of one canonical name of linear attention, whose numbers of heads and channels stay wide."""
+    heads, width = delta.num_value_heads, delta.value_width
+    if kind in ("delta_decay", "delta_step"):
+        return {name: Source(((stored[0], (heads,)),), is_wide=True)}
+    if kind == "delta_norm":
+        return {f"{name}.weight": Source(((f"{stored[0]}.weight", (delta.value_size,)),))}
+    if kind == "delta_conv":
+        shape = (delta.conv_width, 1, delta.conv_size)
+        return {f"{name}.weight": Source(((f"{stored[0]}.weight", shape),), is_wide=True, is_flat=True)}
+    sizes = {  # rows of each part, columns
+        "delta_in": ((delta.key_width, delta.key_width, width), hidden),
+        "delta_gate": ((width,), hidden),
+        "delta_rates": ((heads, heads), hidden),
+        "delta_out": ((hidden,), width),
+    }
+    rows, num_in = sizes[kind]
+    parts = list(zip(stored, rows, strict=True)) if len(stored) > 1 else [(stored[0], sum(rows))]
+    return linear(name, parts, num_in, bias=False)
 
 
 def _own_norms(layer: LayerConfig, kind: str, stored: str, qkv_order: RowOrder) -> Source:

@@ -33,15 +33,20 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
     experts = layer.experts
     num_ffns = 1 if experts is None else experts.num_per_row
     widths = {
-        "qkv": layer.qkv_size,
-        "heads": layer.q_size,
+        "heads": layer.out_size,
         "up": num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1),
         "gated": num_ffns * layer.ffn_size,
     }
     if layer.dense_size is not None:
         widths |= {"dense_up": layer.dense_size * (2 if config.gated_ffn else 1), "dense_gated": layer.dense_size}
-    if config.attention_gate is not None:
-        widths["gates"] = layer.num_heads if config.gates_heads else layer.q_size
+    delta = layer.delta
+    if delta is not None:
+        widths |= {"unmixed": delta.conv_width, "mixed": delta.conv_width, "rates": 2 * delta.num_value_heads}
+        widths["gates"] = delta.value_width
+    else:
+        widths["qkv"] = layer.qkv_size
+        if config.attention_gate is not None:
+            widths["gates"] = layer.num_heads if config.gates_heads else layer.q_size
     if experts is not None:
         routes = route_bytes(experts) // dtype.itemsize
         widths |= {scores_kind(experts): experts.num_logits, "routes": routes, "pairs": num_ffns * config.hidden_size}

@@ -10,6 +10,7 @@ from itertools import chain
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.linear import NativeLinear
+from gptserve.engine.backends.cpu.program import MAX_KEY_SIZE
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.weights.config import ModelConfig
@@ -26,7 +27,9 @@ def find_obstacle(config: ModelConfig, parts: StreamedTensors, backend: Attentio
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
-    of_layers = [(layer.q_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
+    if any(layer.delta is not None and layer.delta.key_size > MAX_KEY_SIZE for layer in config.distinct_layers):
+        return f"its linear attention has keys of more than {MAX_KEY_SIZE}"
+    of_layers = [(layer.out_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
     widths = (config.hidden_size, config.embed_size or 0, config.layer_input_size or 0, *chain.from_iterable(of_layers))
     if any(width % native.ROW_MULTIPLE for width in widths):
         return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"

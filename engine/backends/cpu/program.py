@@ -19,6 +19,8 @@ Kind = Literal[
     "linear",
     "attend",
     "experts",
+    "convolve",
+    "delta",
     "take",
     "embed",
     "add_position",
@@ -132,6 +134,32 @@ def router_data(experts: Mixture, correction: int | None, factors: int | None = 
     )
 
 
+class Convolve(Structure):
+    """Convolve of program.h."""
+
+    _fields_ = native.members((c_void_p, "factors"), (c_int64, "layer size"))
+
+
+class Delta(Structure):
+    """Delta of program.h."""
+
+    _fields_ = native.members(
+        (c_void_p, "decay step"),
+        (c_int64, "layer num_key_heads num_value_heads key_size value_size"),
+        (c_int32, "rates"),
+    )
+
+
+class StateCache(Structure):
+    """StateCache of program.h."""
+
+    _fields_ = native.members((c_void_p, "latest memory"))
+
+
+MAX_KEY_SIZE = 1024
+"""Of program.h."""
+
+
 class _Buffer(Structure):
     """Buffer of program.h."""
 
@@ -159,7 +187,7 @@ class _Step(Structure):
         (c_int64, "num_rows"),
         (c_void_p, "token_ids positions batch caches"),
         (c_int64, "num_taken"),
-        (c_void_p, "taken"),
+        (c_void_p, "taken states state_caches"),
     )
 
 
@@ -217,13 +245,15 @@ class Program:
         caches: Array[c_void_p] | None = None,
         num_taken: int = 0,
         taken: int | None = None,
+        states: int | None = None,
+        state_caches: Array[c_void_p] | None = None,
     ) -> None:
         """Compute rows [0, num_rows) of all buffers, [0, num_taken) of those after "take".
 
         Step in program.h says what the addresses point to.
         """
-        of_attention = [None if data is None else addressof(data) for data in (batch, caches)]
-        step = _Step(num_rows, token_ids, positions, *of_attention, num_taken, taken)
+        *of_attention, of_states = [None if data is None else addressof(data) for data in (batch, caches, state_caches)]
+        step = _Step(num_rows, token_ids, positions, *of_attention, num_taken, taken, states, of_states)
         native.library().native_run(byref(self._program), byref(step))
 
     @cached_property

@@ -81,7 +81,11 @@ def test_gates_of_heads_are_those_of_their_dimensions_and_depend_on_their_row(
     for row in range(9):
         assert torch.equal(found[row : row + 1], gate_heads(heads[row : row + 1], gates[row : row + 1], function))
     assert torch.equal(found, gate_heads(heads, gates.repeat_interleave(5, 1), function))
-    of_one = {"sigmoid": lambda x: 1 / (1 + exp(-x)), "softplus": lambda x: log1p(exp(x))}[function]
+    of_one = {
+        "sigmoid": lambda x: 1 / (1 + exp(-x)),
+        "softplus": lambda x: log1p(exp(x)),
+        "silu": lambda x: x / (1 + exp(-x)),
+    }[function]
     factors = torch.tensor([of_one(gate) for gate in gates[0].tolist()])
     expected = (heads[0].float() * factors.unsqueeze(-1)).flatten()
     assert torch.allclose(found[0].float(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5)

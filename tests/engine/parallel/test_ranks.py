@@ -45,6 +45,10 @@ UNSPLIT = {
         ("OLMo 2", "OLMo 3, past its window", "OLMo 3, YaRN on some layers", "OLMoE", "MiniMax M2", "FlexOlmo"),
         "its norm of queries and keys (qk_norm) is over all heads",
     ),
+    **dict.fromkeys(
+        ("Qwen3.5", "Qwen3.5, attention first, tied", "Qwen3.5 that sees"),
+        "its layers of linear attention are not split",
+    ),
 }
 
 

@@ -33,8 +33,12 @@ FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
 LLAMA = KNOWN["Llama 3 8B"][0]
 QWEN = KNOWN["qwen2.5-0.5b"][0]
 
-OF_OTHER_CLASSES = {"get_text_config", "is_encoder_decoder", "mm_tokens_per_image", "text_config", "vision_config"}
-"""Fields of other classes of a family's file: Gemma 3 with images, encoder-decoders."""
+OF_OTHER_CLASSES = {
+    *("get_text_config", "is_encoder_decoder", "mm_tokens_per_image", "text_config", "vision_config"),
+    *("depth", "in_channels", "num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size"),
+    *("image_token_id", "temporal_patch_size", "video_token_id", "vision_start_token_id"),
+}
+"""Fields of other classes of a family's file: Gemma 3 and Qwen3.5 with images, encoder-decoders."""
 
 # As they are found in files on the hub, beside the fields of their families.
 EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -237,19 +241,9 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 SEEING = (
-    *(
-        "aya_vision",
-        "cohere2_vision",
-        "gemma3",
-        "gemma4",
-        "gemma4_unified",
-        "idefics3",
-        "internvl",
-        "llava",
-        "llava_next",
-        "llava_onevision",
-    ),
-    *("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "llava"),
+    *("llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
+    "smolvlm",
 )
 """Their modeling files read the fields of what sees, too; the fields of their text have tests as families of text."""
 BESIDE_SEEING = ("gemma4_text", "gemma4_unified_text")

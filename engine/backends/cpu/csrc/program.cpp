@@ -71,6 +71,10 @@ EXPORT void native_run(const Program* program, const Step* whole) {
             attend(*program, step, *first);
         } else if (first->kind == EXPERTS) {
             mix_experts(*program, step, *first);
+        } else if (first->kind == CONVOLVE) {
+            convolve(*program, step, *first);
+        } else if (first->kind == DELTA) {
+            recur(*program, step, *first);
         } else {
             if (first->kind == TAKE) step.num_rows = step.num_taken;
             if (step.num_rows == 0) return;

@@ -16,6 +16,8 @@ enum Kind {
     LINEAR,  // data: a Linear of linear.cpp
     ATTEND,  // data: Attend
     EXPERTS,  // data: Experts; in are the rows, out their mixtures plus residual
+    CONVOLVE,  // data: Convolve; changes states
+    DELTA,     // data: Delta; changes states
     // From here on an operation computes row by row: a RowOperation of rows.cpp.
     TAKE,          // out are the rows of in that the step names; later operations have only as many rows
     EMBED,         // data: Table; out is the row of the token
@@ -67,6 +69,17 @@ static inline void multiply(const Linear* linear, const Buffer& in, const Buffer
                     (in.wide ? WIDE_X : 0) | wide_residual | (out.wide ? WIDE_OUT : 0));
 }
 
+// Where the state of a sequence lies during a step: StatePlace of engine/model/layout.py.
+struct StatePlace {
+    int32_t slot, source, kept_row, kept_slot;
+};
+
+// The states of one layer, [slots] of each: DeltaState of engine/model/states.py.
+struct StateCache {
+    float* latest;  // [slots][size - 1][channels], inputs of a convolution
+    float* memory;  // [slots][value heads][key_size][value_size]
+};
+
 // One call of a program.
 struct Step {
     int64_t num_rows;
@@ -75,6 +88,8 @@ struct Step {
     const AttentionCache* const* caches;   // of each layer
     int64_t num_taken;
     const int64_t* taken;  // [num_taken], the rows that TAKE takes; if there are none, the program ends there
+    const StatePlace* states;  // of each sequence of the batch
+    const StateCache* const* state_caches;  // of each layer, null where it has none
 };
 
 enum TableKind { ROWS, PACKED_ROWS, CODED_ROWS };
@@ -107,7 +122,7 @@ struct Gate {
 
 // The functions of `gate_heads` in engine/model/activation.py. A gate is of a head, or of an element of one: of as many
 // elements as the width of out has times that of in.
-enum HeadGate { SIGMOID, SOFTPLUS };
+enum HeadGate { SIGMOID, SOFTPLUS, OWN_SILU };
 
 // The numbers of class Xielu in engine/model/activation.py, which says what they are.
 struct Xielu {
@@ -168,6 +183,21 @@ struct Attend {
     int32_t instructions;
 };
 
+// A causal convolution over time of each channel alone, then SiLU.
+struct Convolve {
+    const float* factors;  // [size][channels], those of the newest token last
+    int64_t layer, size;
+};
+
+constexpr int64_t MAX_KEY_SIZE = 1024;
+
+// in is the queries, keys and values; rates is the buffer of what each value head learns, then of what it forgets.
+struct Delta {
+    const float *decay, *step;  // [num_value_heads]
+    int64_t layer, num_key_heads, num_value_heads, key_size, value_size;
+    int32_t rates;
+};
+
 typedef void (*RowOperation)(const Operation&, const Program&, const Step&, int64_t row);
 
 // Run neighbouring operations that compute row by row as one job of the team.
@@ -175,6 +205,10 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
 
 // Run an operation of kind EXPERTS.
 void mix_experts(const Program& program, const Step& step, const Operation& op);
+
+// Run an operation of kind CONVOLVE, or DELTA.
+void convolve(const Program& program, const Step& step, const Operation& op);
+void recur(const Program& program, const Step& step, const Operation& op);
 
 // By kind, for the elements and with the instructions of a program; null for those that do not compute row by row.
 const RowOperation* row_operations(const Program& program);

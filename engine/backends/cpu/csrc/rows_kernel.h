@@ -207,7 +207,8 @@ template <class T, int FUNCTION>
 static void gate_heads_row(const T* gates, T* heads, int64_t num_gates, int64_t size) {
     each(num_gates, [=](int64_t i, int count) {
         const Floats x = load(gates + i, count);
-        const Floats factors = as_stored<T>(FUNCTION == SIGMOID ? times_sigmoid(broadcast(1), x) : softplus(x));
+        const Floats function = FUNCTION == SOFTPLUS ? softplus(x) : times_sigmoid(FUNCTION == SIGMOID ? broadcast(1) : x, x);
+        const Floats factors = as_stored<T>(function);
         if (size == 1) {
             store(heads + i, count, load(heads + i, count) * factors);
             return;
@@ -224,9 +225,10 @@ static void gate_heads_row(const T* gates, T* heads, int64_t num_gates, int64_t 
 
 template <class T>
 static void gate_heads(const Operation& op, const Program& program, const Step&, int64_t row) {
+    static constexpr decltype(&gate_heads_row<T, SIGMOID>) ROWS[] = {
+        gate_heads_row<T, SIGMOID>, gate_heads_row<T, SOFTPLUS>, gate_heads_row<T, OWN_SILU>};
     const int64_t num_gates = program.buffers[op.in].width, size = program.buffers[op.out].width / num_gates;
-    (*(const int32_t*)op.data == SIGMOID ? gate_heads_row<T, SIGMOID> : gate_heads_row<T, SOFTPLUS>)(
-        row_of<T>(program, op.in, row), row_of<T>(program, op.out, row), num_gates, size);
+    ROWS[*(const int32_t*)op.data](row_of<T>(program, op.in, row), row_of<T>(program, op.out, row), num_gates, size);
 }
 
 template <class T>
@@ -406,6 +408,6 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
 
 template <class T>
 static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
-    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, scale<T>, multiply_row<T>,
-    rotate<T>, gate<T>, gate_heads<T>, xielu<T>, add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
+    nullptr, nullptr, nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, scale<T>,
+    multiply_row<T>, rotate<T>, gate<T>, gate_heads<T>, xielu<T>, add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

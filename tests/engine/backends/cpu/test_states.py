@@ -1,0 +1,162 @@
+"""The operations that keep states: they compute what delta.py defines, by all instructions, in any steps and slots."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from ctypes import addressof, c_void_p
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.attention import _Batch
+from gptserve.engine.backends.cpu.program import Convolve, Delta, Program, StateCache
+from gptserve.engine.model.activation import decay
+from gptserve.engine.model.delta import recur
+from gptserve.engine.model.states import DeltaState, make_state
+from gptserve.engine.state_place import StatePlace
+from gptserve.weights.config import GatedDelta
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
+
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = (
+    GatedDelta(1, 1, 8, 8, 2),
+    GatedDelta(2, 4, 17, 33, 4),
+    GatedDelta(3, 3, 128, 128, 4),
+    GatedDelta(1, 2, 5, 50, 1),
+)
+NUM_SLOTS = 5
+
+
+@dataclass
+class Layer:
+    """A layer's numbers, and a program of its two operations."""
+
+    delta: GatedDelta
+    dtype: torch.dtype
+    variant: native.Variant | None = None
+    state: DeltaState = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(3)
+        delta = self.delta
+        self.factors_SC = torch.randn(delta.conv_size, delta.conv_width)
+        self.decay_H, self.step_H = torch.rand(delta.num_value_heads) * 4, torch.randn(delta.num_value_heads)
+        state = make_state(delta, NUM_SLOTS, torch.device("cpu"))
+        assert state is not None
+        self.state = DeltaState(*(torch.full_like(its, torch.nan) for its in state))  # nobody may read it
+
+    def run(self, inputs: Tensor, rates: Tensor, places: list[StatePlace], sizes: list[int]) -> tuple[Tensor, Tensor]:
+        """Return what the two operations give for rows of sequences of these sizes."""
+        delta, num = self.delta, len(inputs)
+        widths = {"in": delta.conv_width, "mixed": delta.conv_width, "rates": rates.shape[1], "out": delta.value_width}
+        program = Program(widths, self.dtype.itemsize, self.variant)
+        mixed, out = (torch.empty(num, widths[name], dtype=self.dtype) for name in ("mixed", "out"))
+        for name, tensor in {"in": inputs, "mixed": mixed, "rates": rates, "out": out}.items():
+            program.place(name, tensor.data_ptr())
+        program.add("convolve", "in", "mixed", Convolve(self.factors_SC.data_ptr(), 0, delta.conv_size))
+        sizes_of = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size
+        numbers = self.decay_H.data_ptr(), self.step_H.data_ptr(), 0, *sizes_of
+        program.add("delta", "mixed", "out", Delta(*numbers, program.number("rates")))
+        starts = array("i", [0, *torch.tensor(sizes).cumsum(0).tolist()])
+        batch = _Batch(query_starts=starts.buffer_info()[0], num_seqs=len(sizes), num_tokens=num)
+        cache = StateCache(self.state.latest_NSC.data_ptr(), self.state.memory_NHKV.data_ptr())
+        fields = array("i", [number for place in places for number in place])
+        states = fields.buffer_info()[0], (c_void_p * 1)(addressof(cache))
+        program.run(num, batch=batch, states=states[0], state_caches=states[1])
+        return mixed, out
+
+    def rows(self, num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (num, self.delta.conv_width), (num, 2 * self.delta.num_value_heads)
+        inputs, rates = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
+        return inputs * self.delta.key_size**-0.5, rates
+
+    def expected(self, inputs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same for one sequence from its first token on, in fp32 by torch."""
+        delta, num = self.delta, len(inputs)
+        before = functional.pad(inputs.float(), (0, 0, delta.conv_size - 1, 0))
+        sums = torch.stack([before[i : i + num] * self.factors_SC[i] for i in range(delta.conv_size)]).sum(0)
+        mixed = functional.silu(sums).to(self.dtype)
+        q, k, v = mixed.float().split_with_sizes((delta.key_width, delta.key_width, delta.value_width), dim=1)
+        q_TGK, k_TGK = (its.view(num, delta.num_key_heads, delta.key_size) for its in (q, k))
+        v_THV = v.view(num, delta.num_value_heads, delta.value_size)
+        learned, forgotten = rates.float().chunk(2, dim=1)
+        of_tokens = decay(forgotten + self.step_H, self.decay_H), learned.sigmoid()
+        memory = torch.empty(1, delta.num_value_heads, delta.key_size, delta.value_size)
+        return mixed, recur(memory, StatePlace(0, -1), q_TGK, k_TGK, v_THV, *of_tokens).flatten(1)
+
+
+def variants(dtype: torch.dtype) -> Iterator[native.Variant]:
+    yield from native.supported_variants(8 * dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("delta", SHAPES)
+def test_all_instructions_give_what_torch_gives(delta: GatedDelta, dtype: torch.dtype) -> None:
+    for variant in variants(dtype):
+        layer = Layer(delta, dtype, variant)
+        inputs, rates = layer.rows(40)
+        mixed, out = layer.run(inputs, rates, [StatePlace(2, -1)], [40])
+        expected_mixed, expected_out = layer.expected(inputs, rates)
+        of_bf16 = dtype is torch.bfloat16
+        assert torch.allclose(mixed.float(), expected_mixed.float(), rtol=1e-2 if of_bf16 else 1e-5, atol=1e-6)
+        scale = expected_out.abs().max()
+        assert (out.float() - expected_out).abs().max() < scale * (2e-2 if of_bf16 else 1e-5)
+        assert (out.float() - expected_out.roll(1, 0)).abs().max() > scale * 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_avx2_and_avx512_give_the_same_bits(dtype: torch.dtype) -> None:
+    found = []
+    for variant in variants(dtype):
+        layer = Layer(SHAPES[1], dtype, variant)
+        if variant != "generic":
+            found.append(layer.run(*layer.rows(40), [StatePlace(2, -1)], [40])[1])
+    if len(found) < 2:
+        pytest.skip("needs a CPU with AVX-512")
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("delta", SHAPES)
+def test_steps_slots_threads_and_other_sequences_change_no_bit(
+    delta: GatedDelta, dtype: torch.dtype, num_threads: int
+) -> None:
+    alone = Layer(delta, dtype)
+    inputs, rates = alone.rows(70)
+    _, whole = alone.run(inputs, rates, [StatePlace(0, -1)], [70])
+    layer, start, found = Layer(delta, dtype), 0, list[Tensor]()
+    others = layer.rows(50, seed=1)
+    native.set_num_threads(num_threads)
+    for num, slot in ((1, 3), (2, 3), (50, 3), (1, 3), (16, 3)):
+        rows = slice(start, start + num)
+        both = [torch.cat([other[:5], own[rows]]) for other, own in zip(others, (inputs, rates), strict=True)]
+        places = [StatePlace(1, -1), StatePlace(slot, slot if start else -1)]
+        found.append(layer.run(both[0], both[1], places, [5, num])[1][5:])
+        start += num
+    native.set_num_threads(1)
+    assert torch.equal(torch.cat(found), whole)
+    assert torch.equal(layer.state.memory_NHKV[3], alone.state.memory_NHKV[0])
+    assert torch.equal(layer.state.latest_NSC[3], alone.state.latest_NSC[0])
+
+
+@pytest.mark.parametrize("delta", SHAPES)
+@pytest.mark.parametrize("kept_row", [0, 1, 6, 19])
+def test_a_state_is_kept_after_a_row_and_read_again(delta: GatedDelta, kept_row: int) -> None:
+    layer = Layer(delta, torch.float32)
+    inputs, rates = layer.rows(20)
+    _, whole = layer.run(inputs, rates, [StatePlace(0, -1, kept_row, 4)], [20])
+    kept = [its[4].clone() for its in layer.state]
+    num = 19 - kept_row
+    if num:
+        _, rest = layer.run(inputs[kept_row + 1 :], rates[kept_row + 1 :], [StatePlace(2, 4)], [num])
+        assert torch.equal(rest, whole[kept_row + 1 :])
+    assert all(torch.equal(its[4], before) for its, before in zip(layer.state, kept, strict=True))
+    assert all(torch.equal(its[2 if num else 4], its[0]) for its in layer.state)

@@ -1,0 +1,92 @@
+"""Qwen3.5: three layers of linear attention for each layer of gated attention; Qwen3-Next is the same with experts.
+
+Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); Qwen Team, "Qwen3.5" (2026). Its text is
+read alone. Layers that predict a second token (mtp) are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gptserve.weights.config import GatedDelta, LayerConfig, ModelConfig
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source
+from gptserve.weights.families.llama import EMBED, END, FFN, IGNORED, NORMS, read_llama_config
+from gptserve.weights.families.rotary import with_rotary
+
+_KINDS = ("linear_attention", "full_attention")
+_MAX_CONV_SIZE = 64
+_ATTENTION = "layers.{}.self_attn."
+_DELTA = "layers.{}.linear_attn."
+_NAMES: layout.Names = {
+    **EMBED,
+    **NORMS,
+    "blocks.{}.q_norm": f"{_ATTENTION}q_norm",
+    "blocks.{}.k_norm": f"{_ATTENTION}k_norm",
+    "blocks.{}.attn_out": f"{_ATTENTION}o_proj",
+    "blocks.{}.delta_in": f"{_DELTA}in_proj_qkv",
+    "blocks.{}.delta_gate": f"{_DELTA}in_proj_z",
+    "blocks.{}.delta_rates": (f"{_DELTA}in_proj_b", f"{_DELTA}in_proj_a"),
+    "blocks.{}.delta_conv": f"{_DELTA}conv1d",
+    "blocks.{}.delta_decay": f"{_DELTA}A_log",
+    "blocks.{}.delta_step": f"{_DELTA}dt_bias",
+    "blocks.{}.delta_norm": f"{_DELTA}norm",
+    "blocks.{}.delta_out": f"{_DELTA}out_proj",
+    **FFN,
+    **END,
+}
+_others = layout.decoder(_NAMES)
+
+
+def read_qwen3_5_config(raw: RawConfig) -> ModelConfig:
+    """Return the fields of Qwen3.5, which its mixtures share."""
+    raw.default(head_dim=256, num_key_value_heads=4)
+    raw.forbid("attention_bias", False, "its gates would have biases, too")
+    config = with_rotary(raw, read_llama_config(raw, has_rotary=False), fraction=0.25)
+    config = replace(config, qk_norm="head", norm_weight_offset=1.0, attention_gate="sigmoid")
+    kinds = raw.strings("layer_types", _KINDS, length=config.num_layers)
+    interval = raw.size("full_attention_interval", default=4)
+    delta = _read_delta(raw)
+
+    def layer_of(number: int, layer: LayerConfig) -> LayerConfig:
+        is_linear = (number + 1) % interval > 0 if kinds is None else kinds[number] == "linear_attention"
+        return LayerConfig(0, 0, 0, 1.0, layer.ffn_size, delta=delta) if is_linear else layer
+
+    return replace(config, layers=tuple(layer_of(i, layer) for i, layer in enumerate(config.layers)))
+
+
+def _read_delta(raw: RawConfig) -> GatedDelta:
+    num_key_heads = raw.size("linear_num_key_heads", default=16)
+    num_value_heads = raw.size("linear_num_value_heads", default=32)
+    if num_value_heads % num_key_heads:
+        raise raw.error("linear_num_value_heads", f"a multiple of linear_num_key_heads ({num_key_heads})")
+    return GatedDelta(
+        num_key_heads,
+        num_value_heads,
+        key_size=raw.size("linear_key_head_dim", default=128, limit=MAX_WIDTH),
+        value_size=raw.size("linear_value_head_dim", default=128, limit=MAX_WIDTH),
+        conv_size=raw.size("linear_conv_kernel_dim", default=4, limit=_MAX_CONV_SIZE),
+    )
+
+
+def qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
+    """Return all tensors of Qwen3.5's dense models; a query head and its gate lie side by side in the file."""
+    found = _others(config)
+    for number, layer in enumerate(config.layers):
+        if layer.delta is not None:
+            continue
+        block, stored, size = f"blocks.{number}.", _ATTENTION.format(number), layer.head_size
+        queries = (f"{stored}q_proj", 2 * layer.q_size)
+        heads = range(0, 2 * layer.q_size, 2 * size)
+        of_queries, of_gates = (tuple(head + start + i for head in heads for i in range(size)) for start in (0, size))
+        of_others = range(2 * layer.q_size, 2 * layer.q_size + 2 * layer.kv_size)
+        parts = [queries, (f"{stored}k_proj", layer.kv_size), (f"{stored}v_proj", layer.kv_size)]
+        hidden = config.hidden_size
+        found |= layout.linear(f"{block}qkv", parts, hidden, bias=False, row_order=(*of_queries, *of_others))
+        found |= layout.linear(f"{block}attn_gate", [queries], hidden, bias=False, row_order=of_gates)
+    return layout.in_order(found)
+
+
+QWEN3_5 = Family(
+    "qwen3_5_text", read_qwen3_5_config, qwen3_5_sources, ignored=rf"{IGNORED}|mtp\..*", models="Qwen3.5, its text"
+)
