@@ -38,12 +38,11 @@ a server has reserved counts as free until it is used, and two that start togeth
 _MIN_CONTEXT = 2
 """One prompt token and one generated token."""
 
-OF_DELTA = ("delta_gate", "delta_rates", "delta_conv", "delta_decay", "delta_step", "delta_out")
-"""The canonical tensors of linear attention, but for its queries, keys and values."""
+_OF_DELTA = ("delta_in", "delta_gate", "delta_rates", "delta_conv", "delta_decay", "delta_step", "delta_out")
 _PARTS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
-    "attention": ("qkv", "attn_gate", "attn_out", "sinks", "delta_in", *OF_DELTA),
+    "attention": ("qkv", "attn_gate", "attn_out", "sinks", *_OF_DELTA),
     "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction", "factors"),
     "layer inputs": ("input_proj", "input_gate", "input_out"),
     "norms": ("scale",),  # and all tensors named ..._norm

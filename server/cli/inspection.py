@@ -13,7 +13,6 @@ from types import MappingProxyType
 from gptserve.engine.config import Quantization
 from gptserve.engine.runner.memory import (
     CPU_MEMORY_SHARE,
-    OF_DELTA,
     HeldWeight,
     available_memory_bytes,
     cache_capacity,
@@ -48,7 +47,8 @@ _ROWS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
     "attention q, k, v": ("qkv", "delta_in"),
-    "attention out": ("attn_gate", "attn_out", "sinks", *OF_DELTA),
+    "attention out": ("attn_gate", "attn_out", "sinks", "delta_gate", "delta_out"),
+    "states": ("delta_rates", "delta_conv", "delta_decay", "delta_step"),
     "feed-forward": ("ffn_up", "ffn_down", "xielu"),
     "router": ("router", "correction", "factors"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts

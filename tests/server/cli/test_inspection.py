@@ -227,3 +227,17 @@ def test_layers_that_read_the_keys_of_others_take_no_cache(tmp_path: Path) -> No
     table = render(report)
     assert "over 15 layers" in table
     assert re.search(r"layer inputs +41,287,680 ", table)
+
+
+def test_states_are_told_beside_the_cache_of_the_layers_that_attend(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 1000, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", **sizes, **heads}))
+    report = inspect_model("9B", load_config(tmp_path), 2**36, 16)
+    assert (report.num_layers, report.num_kv_layers, report.num_kv_heads, report.head_size) == (32, 8, 4, 256)
+    assert report.state_bytes == 24 * 4 * (3 * 8192 + 32 * 128 * 128)
+    table = render(report)
+    assert "\neach sequence keeps 50.2 MiB of states beside them, however long it is" in table
+    assert re.search(r"\n  states +float32 +bfloat16", table)
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["gemma-4-E2B"][0]))
+    assert "states" not in render(inspect_model("E2B", load_config(tmp_path), 2**34, 16))
