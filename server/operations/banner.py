@@ -30,6 +30,8 @@ def log_banner(model: Model, settings: ServerSettings, url: str) -> None:
         "reserved, and used as needed," if info.device == "cpu" else "used",
         *(num_tokens, num_tokens // info.max_model_len),
     )
+    if info.num_states:
+        logger.info("memory: %.1f MiB for %d states of sequences", info.states_bytes / 2**20, info.num_states)
     logger.info("%s is ready on %s", model.name, url)
     here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     if settings.playground and settings.engine.task == "generate":

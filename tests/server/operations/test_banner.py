@@ -46,6 +46,13 @@ def test_the_cache_of_a_gpu_is_used_from_the_start(caplog: pytest.LogCaptureFixt
     assert line in [record.getMessage() for record in caplog.records]
 
 
+def test_states_are_told_beside_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngineClient(info=replace(INFO, num_states=9, states_bytes=27 * 2**19))
+    with caplog.at_level(logging.INFO):
+        announce("http://127.0.0.1:8000", engine)
+    assert "memory: 13.5 MiB for 9 states of sequences" in [record.getMessage() for record in caplog.records]
+
+
 @pytest.mark.parametrize(
     ("options", "url", "command"),
     [
