@@ -20,6 +20,8 @@ class StatefulBlocks(SequenceBlocks):
     def __init__(self, pool: BlockPool, states: StatePool) -> None:
         super().__init__(pool)
         self._states = states
+        self._keeping: dict[SequenceState, int] = {}
+        """Those that run and are yet to keep a state, and after how many of their tokens that is."""
 
     def begin_step(self) -> list[int]:
         self._states.begin_step()
@@ -28,9 +30,13 @@ class StatefulBlocks(SequenceBlocks):
     def allocate(self, sequence: SequenceState, *, use_cache: bool) -> bool:
         """Give a sequence a slot for its state and all blocks; False, and nothing changes, if either is lacking.
 
+        Nor does it get them while one that runs is to keep a state that spares it half of its tokens or more.
+
         Its state is to be kept at the end of its prompt's last block, and where others that began alike went on
         otherwise: where the cached prefix ends whose state nobody has kept.
         """
+        if use_cache and self._is_spared_by_waiting(sequence):
+            return False
         matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if use_cache else []
         num_found, source = self._states.find([self._pool.prefix_of(block_id) for block_id in matched]) or (0, -1)
         slot = self._states.take()
@@ -45,7 +51,18 @@ class StatefulBlocks(SequenceBlocks):
         ends = {len(matched), (sequence.num_prompt_tokens - 1) // self.block_size}
         keep_at = [num * self.block_size for num in sorted(ends) if num > num_found]
         sequence.held = HeldState(slot, source, keep_at if self._pool.enable_prefix_caching else [])
+        if sequence.held.keep_at:
+            self._keeping[sequence] = keep_at[-1]
         return True
+
+    def _is_spared_by_waiting(self, sequence: SequenceState) -> bool:
+        """Whether a running sequence is to keep the state after tokens that are at least half of this one's."""
+        token_ids, salt = sequence.token_ids, sequence.request.cache_salt
+        for other, num in self._keeping.items():
+            is_much = num * 2 >= len(token_ids) > num
+            if is_much and other.request.cache_salt == salt and other.token_ids[:num] == token_ids[:num]:
+                return True
+        return False
 
     def free(self, sequence: SequenceState) -> None:
         """Free all blocks of a sequence, and its state."""
@@ -53,6 +70,7 @@ class StatefulBlocks(SequenceBlocks):
         if sequence.held is not None:
             self._states.give_back(sequence.held.slot)
             sequence.held = None
+            self._keeping.pop(sequence, None)
 
     def num_schedulable(self, sequence: SequenceState) -> int:
         """Return how many uncomputed tokens one step may compute: a step keeps one state of a sequence."""
@@ -79,6 +97,8 @@ class StatefulBlocks(SequenceBlocks):
         """Make what a step that has ended gave findable: blocks, and the states that it kept."""
         super().register_known()
         self._states.count_written()
+        for sequence in [its for its in self._keeping if its.held is None or not its.held.keep_at]:
+            del self._keeping[sequence]
 
     def forget_unfilled(self, unfilled: Iterable[int]) -> None:
         """Make the blocks unfindable that a step, which failed, was to fill, and forget the states it was to keep."""

@@ -100,6 +100,13 @@ def test_the_state_at_the_end_of_a_prompt_is_found_again(folder: Path) -> None:
     assert again[-1].num_cached_tokens == 39 // block_size * block_size > 0
 
 
+def test_choices_of_one_prompt_compute_it_once(folder: Path) -> None:
+    engine = make_engine(folder)
+    found = run(engine, [make_request(f"{i}", range(40), seed=i, max_tokens=6, temperature=1.0) for i in range(4)])
+    assert [outputs[-1].num_cached_tokens for outputs in found.values()] == [0, 32, 32, 32]
+    assert len({tuple(token_ids(outputs)) for outputs in found.values()}) > 1
+
+
 def test_drafts_are_not_made(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompt = [1, 2, 3, 4] * 8
     plain, drafting = (make_engine(folder, speculative_ngram=ngram) for ngram in (0, 2))

@@ -103,6 +103,39 @@ def test_a_state_is_kept_where_the_second_of_two_prompts_parts_from_the_first() 
     simulated.assert_all_are_free()
 
 
+def test_a_prompt_waits_for_the_state_of_an_equal_one_that_is_computed() -> None:
+    simulated = Simulated(num_states=12, max_num_batched_tokens=8)
+    for name in range(3):
+        simulated.add(f"{name}", [*range(22), 30 + name])
+    simulated.add("other", [7] * 9)
+    num_computed = [simulated.step().num_tokens for _ in range(2)]
+    assert num_computed == [8, 8]
+    assert (simulated.scheduler.num_running, simulated.scheduler.num_waiting) == (1, 3)
+    simulated.run()
+    assert cached(simulated) == 2 * 20
+    simulated.assert_all_are_free()
+
+
+def test_a_prompt_waits_for_no_state_that_spares_it_less_than_half() -> None:
+    simulated = Simulated(num_states=12, max_num_batched_tokens=40)
+    simulated.add("short", list(range(9)))
+    simulated.add("long", [*range(9), *[1] * 20])
+    simulated.step()
+    assert simulated.scheduler.num_running == 2
+
+
+def test_a_prompt_waits_no_longer_once_the_other_one_is_gone() -> None:
+    simulated = Simulated(num_states=12, max_num_batched_tokens=8)
+    for name in ("first", "second"):
+        simulated.add(name, list(range(22)))
+    simulated.step()
+    assert simulated.scheduler.num_running == 1
+    simulated.scheduler.abort("first")
+    simulated.run()
+    assert simulated.ended == ["second"]
+    simulated.assert_all_are_free()
+
+
 def test_one_step_keeps_one_state_of_a_sequence() -> None:
     simulated = Simulated(num_states=8)
     simulated.add("first", [*range(9), 1])
