@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import json
 import random
 import re
 import shutil
@@ -41,6 +42,7 @@ from tests.engine.runs import make_config, make_engine, make_request, run, token
 from tests.exactness_table import PAGE, compare, contrast
 from tests.weights.gguf.k_quants import q4_k_m
 from tests.weights.gguf.written import write_gguf
+from tests.weights.quantized.formats import FP8
 
 Result = tuple[list[int], list[TokenLogprobs]]
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
@@ -79,6 +81,7 @@ ALWAYS = {
     "int4": ("a batch of 64",),
     "Q4_K_M": ("a batch of 64",),
     "int8 KV cache": ("drafts while preempted",),
+    "FP8": ("a budget of 9 tokens",),
 }
 """The axes of the tests that are not slow, by type of numbers."""
 EAGER = ("eager float32", "eager bfloat16")
@@ -89,7 +92,10 @@ EAGER_AXES = (
     *("a batch of 64", "batches of 3", "a budget of 64 tokens", "a budget of 9 tokens"),
     *("two threads", "no prefix cache", "preempted"),
 )
-PAIRS = [(axis, dtype) for axis in AXES for dtype in (*ALWAYS, *EAGER) if dtype not in EAGER or axis in EAGER_AXES]
+FP8_AXES = ("a batch of 64", "batches of 3", "a budget of 9 tokens", "preempted", "drafts while preempted")
+"""Its numbers become those of bfloat16 while they load."""
+AXES_OF = dict.fromkeys(EAGER, EAGER_AXES) | {"FP8": FP8_AXES}
+PAIRS = [(axis, dtype) for axis in AXES for dtype in (*ALWAYS, *EAGER) if axis in AXES_OF.get(dtype, AXES)]
 
 
 @functools.cache
@@ -122,9 +128,27 @@ def quantized() -> TemporaryDirectory[str]:
     return folder
 
 
+@functools.cache
+def in_fp8() -> TemporaryDirectory[str]:
+    """Return a folder with the model's linears in FP8, with a scale for each block of 32 outputs and 16 inputs."""
+    folder = TemporaryDirectory()
+    path = Path(folder.name)
+    config = json.loads((STORYTELLER / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}), encoding="utf-8")
+    weights = load_file(STORYTELLER / "model.safetensors")
+    for name in [name for name in weights if re.search(r"\.c_(attn|proj|fc)\.weight$", name)]:
+        blocks = weights[name].float().t().unflatten(0, (-1, 32)).unflatten(2, (-1, 16))
+        scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        weights[name] = codes.flatten(2).flatten(0, 1).contiguous()
+        weights[f"{name}_scale_inv"] = scales
+    save_file(weights, path / "model.safetensors")
+    return folder
+
+
 def numbers(kind: str) -> dict[str, Any]:
     """Return the options of a type of numbers."""
-    if kind == "Q4_K_M":
+    if kind in ("Q4_K_M", "FP8"):
         return {"dtype": "bfloat16"}
     if kind == "int8 KV cache":
         return {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
@@ -153,7 +177,11 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def storyteller(dtype: str, **options: Any) -> Engine:
     """Return an engine that computes in a type of numbers, by what the type says."""
-    folder = resolve_model(str(Path(quantized().name) / "model.gguf")) if dtype == "Q4_K_M" else STORYTELLER
+    folder = STORYTELLER
+    if dtype == "Q4_K_M":
+        folder = resolve_model(str(Path(quantized().name) / "model.gguf"))
+    elif dtype == "FP8":
+        folder = Path(in_fp8().name)
     engine = make_engine(folder, **numbers(dtype), **options)
     if dtype == "Q4_K_M":
         assert engine.info.product == "native_coded"
@@ -186,7 +214,7 @@ def reseeded(num: int) -> tuple[Request, ...]:
     [
         pytest.param(axis, dtype, marks=() if axis in always else pytest.mark.slow)
         for dtype, always in ALWAYS.items()
-        for axis in AXES
+        for axis in AXES_OF.get(dtype, AXES)
     ],
 )
 def test_the_first_requests_alone_equal_those_under_any_load(
