@@ -120,7 +120,7 @@ def test_memory_for_states_is_planned(folder: Path) -> None:
     model, config = load_config(folder), make_config(folder, max_num_seqs=5)
     size = state_bytes(model)
     deltas = [layer.delta for layer in model.layers if layer.delta is not None]
-    assert size == 4 * sum(3 * its.conv_width + 4 * 32 * 20 for its in deltas) > 0
+    assert size == 4 * sum(3 * its.conv_width + 4 * 32 * 24 for its in deltas) > 0
     assert plan_states(config, model, 2 * 100 * size) == 11
     assert plan_states(config, model, 2 * 7 * size) == 7
     assert make_engine(folder, max_num_seqs=5).info.states_bytes == 11 * size

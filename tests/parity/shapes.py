@@ -74,7 +74,7 @@ _QWEN3_5 = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
-    "linear_value_head_dim": 20,
+    "linear_value_head_dim": 24,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
@@ -82,6 +82,15 @@ _QWEN3_5 = {
         "mrope_section": [1, 1, 1],
         "mrope_interleaved": True,
     },
+}
+_QWEN3_5_MOE = {
+    **{name: value for name, value in _QWEN3_5.items() if name != "intermediate_size"},
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
 }
 _GEMMA4_SMALL = {
     **_GEMMA4,
@@ -445,10 +454,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "gating": "per-element",
         },
     ),
-    "Qwen3.5": (
-        "qwen3_5_text",
-        _QWEN3_5,
-    ),
+    "Qwen3.5": ("qwen3_5_text", _QWEN3_5),
     "Qwen3.5, attention first, tied": (
         "qwen3_5_text",
         {
@@ -464,6 +470,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"] * 2,
         },
     ),
+    "Qwen3.5 with experts": ("qwen3_5_moe_text", _QWEN3_5_MOE),
     "Mellum 2, past its window": (
         "mellum",
         {
@@ -701,6 +708,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **_with_vision({**_QWEN3_5, "num_hidden_layers": 3, "full_attention_interval": 2}, _QWENS_EYES),
             "tie_word_embeddings": True,
         },
+    ),
+    "Qwen3.5 with experts that sees": (
+        "qwen3_5_moe",
+        _with_vision(_QWEN3_5_MOE, _QWENS_EYES),
     ),
     "Qwen3-VL with experts": (
         "qwen3_vl_moe",

@@ -76,6 +76,7 @@ from gptserve.weights.families.phi import PHI
 from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen3_5 import QWEN3_5 as QWEN3_5_TEXT
+from gptserve.weights.families.qwen3_5_moe import QWEN3_5_MOE as QWEN3_5_MOE_TEXT
 from gptserve.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
@@ -87,6 +88,7 @@ from gptserve.weights.families.with_vision import (
     QWEN2_5_VL,
     QWEN2_VL,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
@@ -111,6 +113,7 @@ FAMILIES: dict[str, Family] = {
             QWEN2,
             QWEN3,
             QWEN3_5_TEXT,
+            QWEN3_5_MOE_TEXT,
             PHI,
             PHI3,
             GEMMA,
@@ -161,6 +164,7 @@ FAMILIES: dict[str, Family] = {
             QWEN3_VL,
             QWEN3_VL_MOE,
             QWEN3_5,
+            QWEN3_5_MOE,
         ),
         *(SMOLVLM, IDEFICS3, INTERNVL, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, AYA_VISION, NANOCHAT, NANOGPT),
     )

@@ -1,4 +1,4 @@
-"""Qwen3.5: three layers of linear attention for each layer of gated attention; Qwen3-Next is the same with experts.
+"""Qwen3.5: three layers of linear attention for each layer of gated attention.
 
 Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); Qwen Team, "Qwen3.5" (2026). Its text is
 read alone. Layers that predict a second token (mtp) are left out.
@@ -70,7 +70,7 @@ def _read_delta(raw: RawConfig) -> GatedDelta:
 
 
 def qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
-    """Return all tensors of Qwen3.5's dense models; a query head and its gate lie side by side in the file."""
+    """Return all tensors but those of experts; a query head and its gate lie side by side in the file."""
     found = _others(config)
     for number, layer in enumerate(config.layers):
         if layer.delta is not None:
@@ -87,6 +87,7 @@ def qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
     return layout.in_order(found)
 
 
+OF_LATER_TOKENS = rf"{IGNORED}|mtp\..*"
 QWEN3_5 = Family(
-    "qwen3_5_text", read_qwen3_5_config, qwen3_5_sources, ignored=rf"{IGNORED}|mtp\..*", models="Qwen3.5, its text"
+    "qwen3_5_text", read_qwen3_5_config, qwen3_5_sources, ignored=OF_LATER_TOKENS, models="Qwen3.5, its text"
 )

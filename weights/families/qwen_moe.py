@@ -82,8 +82,8 @@ def with_qwen_experts(
 qwen_moe_sources = with_qwen_experts(llama_sources)
 _SHARED = "layers.{}.mlp.shared_expert."
 _GATE = "layers.{}.mlp.shared_expert_gate"
-_shared = layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj", _GATE)
-_qwen2_sources = with_qwen_experts(llama_sources, shared=_shared)
+SHARED = layout.Shared((f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj", _GATE)
+_qwen2_sources = with_qwen_experts(llama_sources, shared=SHARED)
 
 
 def _qwen3_vl_sources(config: ModelConfig) -> dict[str, Source]:

@@ -19,6 +19,7 @@ from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
 from gptserve.weights.families.mistral import MINISTRAL3, MISTRAL
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen3_5 import QWEN3_5 as QWEN3_5_TEXT
+from gptserve.weights.families.qwen3_5_moe import QWEN3_5_MOE as QWEN3_5_MOE_TEXT
 from gptserve.weights.families.qwen_moe import QWEN3_VL_MOE_TEXT
 
 PREFIXES = ("model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "model.")
@@ -198,6 +199,22 @@ QWEN3_5 = text_of(
             "hidden_size": 4096,
             "intermediate_size": 12_288,
             "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32_768,
+        }
+    },
+)
+QWEN3_5_MOE = text_of(
+    "qwen3_5_moe",
+    QWEN3_5_MOE_TEXT,
+    models="Qwen3.5 with experts",
+    tied_head=False,
+    text_ties=True,
+    defaults_of={
+        "qwen3_5_moe_text": {
+            "vocab_size": 248_320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
             "num_attention_heads": 16,
             "max_position_embeddings": 32_768,
         }

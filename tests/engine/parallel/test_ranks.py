@@ -46,7 +46,10 @@ UNSPLIT = {
         "its norm of queries and keys (qk_norm) is over all heads",
     ),
     **dict.fromkeys(
-        ("Qwen3.5", "Qwen3.5, attention first, tied", "Qwen3.5 that sees"),
+        (
+            *("Qwen3.5", "Qwen3.5, attention first, tied", "Qwen3.5 that sees", "Qwen3.5 with experts"),
+            "Qwen3.5 with experts that sees",
+        ),
         "its layers of linear attention are not split",
     ),
 }

@@ -243,7 +243,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 SEEING = (
     *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "llava"),
     *("llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
-    "smolvlm",
+    *("qwen3_5_moe", "smolvlm"),
 )
 """Their modeling files read the fields of what sees, too; the fields of their text have tests as families of text."""
 BESIDE_SEEING = ("gemma4_text", "gemma4_unified_text")

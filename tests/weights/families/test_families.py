@@ -447,7 +447,7 @@ def load_neo(folder: Path, **fields: Any) -> ModelConfig:
     "model_type",
     [
         *("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"),
-        "qwen3_vl_moe",
+        *("qwen3_5_moe", "qwen3_vl_moe"),
         *("aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm"),
     ],
 )

@@ -1,0 +1,67 @@
+"""Qwen3.5 with experts, and Qwen3-Next: its layers with the mixtures of Qwen2, of many small experts.
+
+Qwen Team, "Qwen3-Next" (2025), "Qwen3.5" (2026).
+"""
+
+from __future__ import annotations
+
+from gptserve.weights.config import Experts, ModelConfig, Router
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source
+from gptserve.weights.families.mixtures import read_num_experts, with_mixtures
+from gptserve.weights.families.qwen3_5 import OF_LATER_TOKENS, qwen3_5_sources, read_qwen3_5_config
+from gptserve.weights.families.qwen_moe import SHARED
+
+
+def _read_qwen3_5(raw: RawConfig) -> ModelConfig:
+    raw.default(num_key_value_heads=2)
+    raw.default(intermediate_size=1, replaces_null=True)  # no layer has that
+    raw.forbid("norm_topk_prob", True, "transformers has no other for this model_type")
+    config = read_qwen3_5_config(raw)
+    return with_mixtures(config, *_read_experts(raw, config, num=256, num_active=8), lambda layer: True)
+
+
+def _read_experts(raw: RawConfig, config: ModelConfig, *, num: int, num_active: int) -> tuple[Experts, int]:
+    """Return the mixture and the width of an expert; `num` and `num_active` are for a file that does not say."""
+    num = read_num_experts(raw, ("num_experts",), config.num_layers, num)
+    width = raw.size("moe_intermediate_size", default=512, limit=MAX_WIDTH)
+    shared_width = raw.size("shared_expert_intermediate_size", default=512, limit=MAX_WIDTH)
+    if shared_width % width:
+        raise raw.error("shared_expert_intermediate_size", f"a multiple of moe_intermediate_size ({width})")
+    num_active = raw.size("num_experts_per_tok", default=num_active, limit=num)
+    router = Router(renormalised=raw.boolean("norm_topk_prob", default=True))
+    return Experts(num, num_active, router, num_shared=shared_width // width, has_shared_gate=True), width
+
+
+def _qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
+    return _with_experts(qwen3_5_sources(config), config)
+
+
+def _with_experts(found: dict[str, Source], config: ModelConfig) -> dict[str, Source]:
+    """Return `found` with the mixtures; those of all experts of a layer are one, [experts, out, in], gates first.
+
+    weights/parts.py reads files that have each expert apart.
+    """
+    for number, layer in enumerate(config.layers):
+        if layer.experts is None:
+            continue
+        num, hidden, ffn = layer.experts.num, config.hidden_size, layer.ffn_size
+        block, stored = f"blocks.{number}.", f"layers.{number}.mlp."
+        rows = [(f"{stored}gate", num), (SHARED.gate.format(number), 1)]
+        found |= layout.linear(f"{block}router", rows, hidden, bias=False)
+        up = ((f"{stored}experts.gate_up_proj", (num, 2 * ffn, hidden)),)
+        down = ((f"{stored}experts.down_proj", (num, hidden, ffn)),)
+        for e in range(num):
+            found[f"{block}experts.{e}.ffn_up.weight"] = Source(up, entry=e)
+            found[f"{block}experts.{e}.ffn_down.weight"] = Source(down, entry=e)
+        found |= layout.shared_experts(SHARED, number, layer, hidden)
+    return layout.in_order(found)
+
+
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    _read_qwen3_5,
+    _qwen3_5_sources,
+    ignored=OF_LATER_TOKENS,
+    models="Qwen3.5 with experts",
+)
