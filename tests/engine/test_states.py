@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.engine import Engine
@@ -15,8 +16,11 @@ from gptserve.engine.request import Request
 from gptserve.engine.runner.state_memory import check_states, plan_states, state_bytes
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
+from tests.engine.test_coded import logprobs
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
+from tests.weights.quantized.formats import FORMATS
+from tests.weights.quantized.packers import Packer, write_quantized
 
 NUM = 12
 
@@ -105,6 +109,25 @@ def test_choices_of_one_prompt_compute_it_once(folder: Path) -> None:
     found = run(engine, [make_request(f"{i}", range(40), seed=i, max_tokens=6, temperature=1.0) for i in range(4)])
     assert [outputs[-1].num_cached_tokens for outputs in found.values()] == [0, 32, 32, 32]
     assert len({tuple(token_ids(outputs)) for outputs in found.values()}) > 1
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("name", "product"), [("packed", "native_coded"), ("awq", "native_coded"), ("fp8", "native")])
+def test_quantized_folders_give_nearly_what_they_are_unpacked_to(name: str, product: str, tmp_path: Path) -> None:
+    form, folder = FORMATS[name], tmp_path / "model"
+
+    def packer_of(module: str) -> Packer | None:
+        return None if module.endswith(("in_proj_a", "in_proj_b")) else form.of(module)
+
+    sizes = {"hidden_size": 64, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    write_model(folder, "qwen3_5_text", SHAPES["Qwen3.5"][1] | sizes)
+    plain = write_quantized(folder, form.section, packer_of)
+    stored, unpacked = make_engine(folder, dtype="float32"), make_engine(folder, dtype="float32", quantization="none")
+    assert stored.info.product == product
+    found, expected = logprobs(stored), logprobs(unpacked)
+    assert torch.equal(expected, logprobs(make_engine(plain, dtype="float32")))
+    assert torch.equal(found, expected) is (product == "native")
+    assert (found - expected).std() < 0.04 * expected.std()
 
 
 def test_drafts_are_not_made(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
