@@ -50,6 +50,8 @@ class Router:
     renormalised: bool = True
     min_sum: float = 0.0
     """Weights are divided by this where their sum is less."""
+    sum_offset: float = 0.0
+    """Added to the sum by which they are divided."""
     scale: float = 1.0
     has_factors: bool = False
     """Weights are multiplied by a number of each expert at last."""
@@ -123,14 +125,50 @@ class GatedDelta:
         return 2 * self.key_width + self.value_width
 
     @property
-    def num_floats(self) -> int:
-        """How many numbers a sequence keeps."""
-        return (self.conv_size - 1) * self.conv_width + self.key_size * self.value_width
+    def out_width(self) -> int:
+        """Columns of the projection of what it gives."""
+        return self.value_width
+
+    @property
+    def memory_shape(self) -> tuple[int, int, int]:
+        """The memory that a sequence keeps beside the inputs of the convolution."""
+        return self.num_value_heads, self.key_size, self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A gated causal convolution of each channel (Liquid AI, "LFM2 Technical Report", 2025), in place of attention.
+
+    Of a row's projections b, c and x it gives c * convolution(b * x), and keeps the latest conv_size - 1 of b * x.
+    """
+
+    conv_width: int
+    """The channels of the convolution, and the rows of each projection."""
+    conv_size: int
+
+    @property
+    def in_width(self) -> int:
+        """Rows of all three."""
+        return 3 * self.conv_width
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the projection of what it gives."""
+        return self.conv_width
+
+    @property
+    def memory_shape(self) -> tuple[int, int, int]:
+        """The memory beside the inputs of the convolution: none."""
+        return 0, 0, 0
+
+
+Recurrence = GatedDelta | ShortConvolution
+"""What a layer may have in place of attention: it keeps a state of each sequence, of one size at any length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where `delta` is."""
+    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where `recurrence` is."""
 
     num_heads: int
     num_kv_heads: int
@@ -156,7 +194,7 @@ class LayerConfig:
     """The number of the layer before it whose keys and values it reads; it has no projections of its own for them."""
     keys_are_values: bool = False
     """Values are what the key projection gives, before keys are normalised and rotated: it has no other weights."""
-    delta: GatedDelta | None = None
+    recurrence: Recurrence | None = None
     """What the layer has in place of attention."""
 
     @property
@@ -177,7 +215,7 @@ class LayerConfig:
     @property
     def out_size(self) -> int:
         """Columns of the projection of what attention gives, or what takes its place."""
-        return self.q_size if self.delta is None else self.delta.value_width
+        return self.q_size if self.recurrence is None else self.recurrence.out_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +349,7 @@ class ModelConfig:
     @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state of each sequence in place of keys and values."""
-        return any(layer.delta is not None for layer in self.distinct_layers)
+        return any(layer.recurrence is not None for layer in self.distinct_layers)
 
     def change_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """Return the configuration with each layer changed; `change` is called once for each shape."""

@@ -37,7 +37,7 @@ class Share:
         return config.change_layers(self._of_layer)
 
     def _of_layer(self, layer: LayerConfig) -> LayerConfig:
-        if layer.delta is not None:
+        if layer.recurrence is not None:
             return layer
         start, end = self._span(layer.num_heads)
         first_kv, last_kv = self._kv_span(layer)
@@ -120,8 +120,8 @@ def _check(config: ModelConfig, size: int) -> None:
             why = f"its feed-forward's width of {layer.dense_size} is no multiple of {size}"
         elif size > 1 and config.layer_input_size is not None:
             why = "its layers have inputs of their own"
-        elif size > 1 and layer.delta is not None:
-            why = "its layers of linear attention are not split"
+        elif size > 1 and layer.recurrence is not None:
+            why = "its layers that keep a state are not split"
         elif size > 1 and config.qk_norm == "projection":
             why = "its norm of queries and keys (qk_norm) is over all heads"
         if why is not None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gptserve.engine.model.states import DeltaState
+from gptserve.engine.model.states import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Cache(Protocol):
         """
 
     @property
-    def states(self) -> list[DeltaState | None]:
+    def states(self) -> list[State | None]:
         """Of each layer the states of sequences, None if it has keys and values."""
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gptserve.engine.model.activation import activate, decay, gate_heads, sigmoid
 from gptserve.engine.model.attention import AttentionMetadata
+from gptserve.engine.model.convolution import convolve
 from gptserve.engine.model.loading import StreamedTensors, take_linear
 from gptserve.engine.model.norm import Norm
-from gptserve.engine.model.states import DeltaNumbers, DeltaState
+from gptserve.engine.model.states import DeltaNumbers, State
 from gptserve.engine.state_place import StatePlace, places_of
 from gptserve.weights.config import GatedDelta, ModelConfig
 
@@ -33,8 +34,8 @@ class DeltaAttention:
     """
 
     def __init__(self, config: ModelConfig, layer: int, source: StreamedTensors) -> None:
-        delta = config.layers[layer].delta
-        assert delta is not None
+        delta = config.layers[layer].recurrence
+        assert isinstance(delta, GatedDelta)
         self._delta, name = delta, f"blocks.{layer}"
         self._in = take_linear(source, f"{name}.delta_in", bias=False)
         self._gate = take_linear(source, f"{name}.delta_gate", bias=False)
@@ -50,7 +51,7 @@ class DeltaAttention:
         self._norms = key_norms(delta, weight.device)
         self._out = take_linear(source, f"{name}.delta_out", bias=False)
 
-    def __call__(self, x: Tensor, residual: Tensor | None, state: DeltaState, metadata: AttentionMetadata) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None, state: State, metadata: AttentionMetadata) -> Tensor:
         """Return what the layer gives for x [T, hidden], added to residual if given, and change the states."""
         delta, rates = self._delta, self._rates(x).float()
         learned, forgotten = rates.chunk(2, dim=1)
@@ -68,15 +69,8 @@ class DeltaAttention:
 
     def _convolve(self, mixed_TC: Tensor, latest_NSC: Tensor, place: StatePlace) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of a sequence's tokens; keep the latest inputs."""
-        delta, size = self._delta, self._delta.conv_size
-        before = latest_NSC[place.source] if place.source >= 0 else torch.zeros_like(latest_NSC[place.slot])
-        inputs = torch.cat([before, mixed_TC.float()])
-        num = len(mixed_TC)
-        convolved = sum(inputs[i : i + num] * self._numbers.conv_SC[i] for i in range(size))
-        assert isinstance(convolved, Tensor)
-        latest_NSC[place.slot] = inputs[num:]
-        if place.kept_row >= 0:
-            latest_NSC[place.kept_slot] = inputs[place.kept_row + 1 :][: size - 1]
+        delta, num = self._delta, len(mixed_TC)
+        convolved = convolve(mixed_TC, self._numbers.conv_SC, latest_NSC, place)
         mixed_TC = activate(convolved, "silu").to(mixed_TC.dtype)
         q, k, v = mixed_TC.split_with_sizes((delta.key_width, delta.key_width, delta.value_width), dim=1)
         query_norm, key_norm = self._norms

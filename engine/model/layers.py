@@ -14,14 +14,14 @@ from torch import Tensor
 from gptserve.engine.model.activation import gate_heads
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.model.attention_specs import attention_spec
-from gptserve.engine.model.delta import DeltaAttention
 from gptserve.engine.model.feed_forward import take_feed_forward
 from gptserve.engine.model.layer_inputs import LayerInput
 from gptserve.engine.model.loading import StreamedTensors, bare_norm, take_linear, take_norm, take_scale
 from gptserve.engine.model.norm import Norm, normalize_heads_
 from gptserve.engine.model.operations import BlockWriter, WritePart
+from gptserve.engine.model.recurrent import take_recurrent
 from gptserve.engine.model.rotary import Rotation, grow_, rotate_
-from gptserve.engine.model.states import DeltaState
+from gptserve.engine.model.states import State
 from gptserve.weights.config import ModelConfig
 
 
@@ -168,9 +168,9 @@ class Block:
         is_plain = is_plain and not (config.layer_input_size or config.layer_scale)
         self._norms_add = is_plain and source.operations.add_normalize is not None
         self._attn_residual = Residual(config, source, f"{name}.attn")
-        is_delta = config.layers[layer].delta is not None
-        self._attention = None if is_delta else Attention(config, layer, source, backend, device)
-        self._delta = DeltaAttention(config, layer, source) if is_delta else None
+        recurrence = config.layers[layer].recurrence
+        self._attention = Attention(config, layer, source, backend, device) if recurrence is None else None
+        self._recurrent = None if recurrence is None else take_recurrent(config, layer, source)
         shared = self._attn_residual.norm if config.shared_norm else None
         is_inner = config.layers[layer].dense_size is not None
         self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, is_inner)
@@ -184,7 +184,7 @@ class Block:
         term: Tensor | None,
         rotation: Rotation | None,
         cache_2NGBD: Tensor,
-        state: DeltaState | None,
+        state: State | None,
         metadata: AttentionMetadata,
         input_TI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -197,8 +197,8 @@ class Block:
         def attend(h: Tensor, residual: Tensor | None) -> Tensor:
             if self._attention is not None:
                 return self._attention(h, residual, rotation, cache_2NGBD, metadata)
-            assert self._delta is not None and state is not None
-            return self._delta(h, residual, state, metadata)
+            assert self._recurrent is not None and state is not None
+            return self._recurrent(h, residual, state, metadata)
 
         if self._norms_add:
             return self._ffn_residual.of_sum(self._ffn, *self._attn_residual.of_sum(attend, x, term))

@@ -63,6 +63,7 @@ class StreamedTensors:
         self.attentions: dict[int, AttentionSpec] = {}
         """By the number of the layer."""
         self.deltas: dict[str, DeltaNumbers] = {}
+        self.convolutions: dict[str, Tensor] = {}
         """By the name of the block."""
 
     def take(self, name: str) -> Tensor:

@@ -54,7 +54,8 @@ def route(
         _, chosen_TK = choose(_within_groups(router, ranked_TE), shape.num_active)
         weights_TK = scores_TE.gather(1, chosen_TK)
         if router.renormalised:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=router.min_sum)
+            sums_T1 = weights_TK.sum(-1, keepdim=True) + router.sum_offset
+            weights_TK = weights_TK / sums_T1.clamp(min=router.min_sum)
         weights_TK = weights_TK * router.scale
         weights_TK = weights_TK if factors_E is None else weights_TK * factors_E[chosen_TK]
     if not shape.num_shared:

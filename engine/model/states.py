@@ -1,4 +1,4 @@
-"""What layers of linear attention keep of each sequence, and those of their weights that are not multiplied."""
+"""What layers keep of each sequence in place of keys and values, and weights of theirs that are not multiplied."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptserve.weights.config import GatedDelta
+from gptserve.weights.config import Recurrence
 
 
-class DeltaState(NamedTuple):
+class State(NamedTuple):
     """What sequences keep of one layer, each in a slot of its own."""
 
     latest_NSC: Tensor
     """fp32 [N, conv_size - 1, C], the inputs of the convolution of the latest tokens, the newest last"""
     memory_NHKV: Tensor
-    """fp32 [N, H, K, V]"""
+    """fp32 [N, H, K, V], of linear attention; else of no numbers"""
 
 
 class DeltaNumbers(NamedTuple):
@@ -30,11 +30,11 @@ class DeltaNumbers(NamedTuple):
     """[H], added to what a token says of its decay"""
 
 
-def make_state(delta: GatedDelta | None, num: int, device: torch.device) -> DeltaState | None:
+def make_state(recurrence: Recurrence | None, num: int, device: torch.device) -> State | None:
     """Return room for the states of so many sequences, which takes memory when it is written to."""
-    if delta is None:
+    if recurrence is None:
         return None
-    latest = num, delta.conv_size - 1, delta.conv_width
-    memory = num, delta.num_value_heads, delta.key_size, delta.value_size
+    latest = num, recurrence.conv_size - 1, recurrence.conv_width
+    memory = num, *recurrence.memory_shape
     latest_NSC, memory_NHKV = (torch.empty(shape, dtype=torch.float32, device=device) for shape in (latest, memory))
-    return DeltaState(latest_NSC, memory_NHKV)
+    return State(latest_NSC, memory_NHKV)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gptserve.engine.model.attention import AttentionMetadata
 from gptserve.engine.model.linear import Linear
 from gptserve.engine.model.rotary import Rotation
-from gptserve.engine.model.states import DeltaState
+from gptserve.engine.model.states import State
 from gptserve.weights.config import Rotary
 
 
@@ -27,7 +27,7 @@ class Layer(Protocol):
         term: Tensor | None,
         rotation: Rotation | None,
         cache_2NGBD: Tensor,
-        state: DeltaState | None,
+        state: State | None,
         metadata: AttentionMetadata,
         input_TI: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]: ...

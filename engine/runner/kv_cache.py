@@ -43,7 +43,7 @@ class KVCache:
         num_states: int = 1,
     ) -> None:
         self.dtype = dtype
-        self.states = [make_state(layer.delta, num_states, device) for layer in model.layers]
+        self.states = [make_state(layer.recurrence, num_states, device) for layer in model.layers]
         self.num_states = num_states if model.has_states else 0
         size = dtype.itemsize
         own = [layer for layer in model.layers if layer.kv_layer is None]

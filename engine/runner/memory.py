@@ -19,7 +19,7 @@ from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.kv_rows import row_size
 from gptserve.engine.runner.control_groups import group_memory_bytes
-from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.config import Experts, GatedDelta, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.quantized import held_shapes
 from gptserve.weights.quantized.coded import SUPER_GROUP, AnyFormat, CodeFormat
@@ -39,10 +39,11 @@ _MIN_CONTEXT = 2
 """One prompt token and one generated token."""
 
 _OF_DELTA = ("delta_in", "delta_gate", "delta_rates", "delta_conv", "delta_decay", "delta_step", "delta_out")
+_OF_CONVOLUTION = ("conv_in", "conv_factors", "conv_out")
 _PARTS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
-    "attention": ("qkv", "attn_gate", "attn_out", "sinks", *_OF_DELTA),
+    "attention": ("qkv", "attn_gate", "attn_out", "sinks", *_OF_DELTA, *_OF_CONVOLUTION),
     "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction", "factors"),
     "layer inputs": ("input_proj", "input_gate", "input_out"),
     "norms": ("scale",),  # and all tensors named ..._norm
@@ -51,7 +52,8 @@ _PARTS = {
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
 _QUANTIZED = (
-    *("qkv", "attn_gate", "attn_out", "delta_in", "delta_gate", "delta_out", "ffn_up", "ffn_down"),
+    *("qkv", "attn_gate", "attn_out", "delta_in", "delta_gate", "delta_out", "conv_in", "conv_out"),
+    *("ffn_up", "ffn_down"),
     *("input_embed", "input_proj", "input_gate", "input_out", "embed_in", "embed_out", "head"),
 )
 """The weights that a quantization changes."""
@@ -107,7 +109,7 @@ def weight_type_of(linear: str, quantization: Quantization | None, num_layers: i
     if parts[-1] == "ffn_down":
         number = int(parts[1])
         return "int5" if number < num_layers // 4 or number >= num_layers - num_layers // 3 else "int4"
-    return "int5" if parts[-1] in ("qkv", "attn_out", "delta_in", "delta_out") else "int4"
+    return "int5" if parts[-1] in ("qkv", "attn_out", "delta_in", "delta_out", "conv_in", "conv_out") else "int4"
 
 
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
@@ -259,13 +261,14 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     if width := model.layer_input_size:
         shapes |= {(hidden, model.num_layers * width), (hidden, width), (width, hidden)}
     for layer in model.distinct_layers:
-        delta = layer.delta
-        if delta is not None:
-            shapes |= {(hidden, delta.conv_width), (hidden, delta.value_width), (delta.value_width, hidden)}
-            shapes.add((hidden, 2 * delta.num_value_heads))
+        recurrence = layer.recurrence
+        if isinstance(recurrence, GatedDelta):
+            shapes |= {(hidden, recurrence.conv_width), (hidden, recurrence.value_width)}
+            shapes.add((hidden, 2 * recurrence.num_value_heads))
         else:
-            shapes |= {(hidden, layer.qkv_size), (layer.q_size, hidden)}
-        if model.attention_gate is not None and delta is None:
+            shapes.add((hidden, layer.qkv_size if recurrence is None else recurrence.in_width))
+        shapes.add((layer.out_size, hidden))
+        if model.attention_gate is not None and recurrence is None:
             shapes.add((hidden, layer.num_heads if model.gates_heads else layer.q_size))
         for width in (layer.ffn_size, layer.dense_size or layer.ffn_size):
             shapes |= {(hidden, width * (2 if model.gated_ffn else 1)), (width, hidden)}

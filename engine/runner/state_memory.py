@@ -5,6 +5,8 @@ Each running sequence has one, and as many again keep those after prefixes. Torc
 
 from __future__ import annotations
 
+import math
+
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.scheduling.state_pool import NUM_RESERVED
@@ -18,7 +20,8 @@ _FLOAT_BYTES = 4
 
 def state_bytes(model: ModelConfig) -> int:
     """Return the bytes that a sequence keeps in all layers beside keys and values."""
-    return _FLOAT_BYTES * sum(layer.delta.num_floats for layer in model.layers if layer.delta is not None)
+    kept = (layer.recurrence for layer in model.layers if layer.recurrence is not None)
+    return _FLOAT_BYTES * sum((its.conv_size - 1) * its.conv_width + math.prod(its.memory_shape) for its in kept)
 
 
 def plan_states(config: EngineConfig, model: ModelConfig, budget_bytes: int) -> int:

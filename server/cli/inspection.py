@@ -46,9 +46,9 @@ AS_STORED = "as stored"
 _ROWS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
-    "attention q, k, v": ("qkv", "delta_in"),
-    "attention out": ("attn_gate", "attn_out", "sinks", "delta_gate", "delta_out"),
-    "states": ("delta_rates", "delta_conv", "delta_decay", "delta_step"),
+    "attention q, k, v": ("qkv", "delta_in", "conv_in"),
+    "attention out": ("attn_gate", "attn_out", "sinks", "delta_gate", "delta_out", "conv_out"),
+    "states": ("delta_rates", "delta_conv", "delta_decay", "delta_step", "conv_factors"),
     "feed-forward": ("ffn_up", "ffn_down", "xielu"),
     "router": ("router", "correction", "factors"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts
@@ -196,7 +196,7 @@ def inspect_model(
         num_read = sum(entry.bytes_per_token for entry in computed)
         kv_bytes = kv_bytes_per_token(model, num_bytes)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes, *fits, computed, num_read))
-    with_keys = [layer for layer in model.layers if layer.delta is None]
+    with_keys = [layer for layer in model.layers if layer.recurrence is None]
     kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in with_keys}
     num_kv_heads, head_size = kv_shapes.pop() if len(kv_shapes) == 1 else (None, None)
     return ModelReport(

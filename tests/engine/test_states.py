@@ -25,10 +25,10 @@ from tests.weights.quantized.packers import Packer, write_quantized
 NUM = 12
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_model(folder, *SHAPES["Qwen3.5"])
+    write_model(folder, *SHAPES[request.param])
     return folder
 
 
@@ -142,8 +142,8 @@ def test_drafts_are_not_made(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 def test_memory_for_states_is_planned(folder: Path) -> None:
     model, config = load_config(folder), make_config(folder, max_num_seqs=5)
     size = state_bytes(model)
-    deltas = [layer.delta for layer in model.layers if layer.delta is not None]
-    assert size == 4 * sum(3 * its.conv_width + 4 * 32 * 24 for its in deltas) > 0
+    expected = {"qwen3_5_text": 3 * (3 * (2 * 64 + 96) + 4 * 32 * 24), "lfm2": 2 * 2 * 64}  # layers, and their numbers
+    assert size == 4 * expected[model.model_type]
     assert plan_states(config, model, 2 * 100 * size) == 11
     assert plan_states(config, model, 2 * 7 * size) == 7
     assert make_engine(folder, max_num_seqs=5).info.states_bytes == 11 * size
@@ -157,8 +157,8 @@ def test_memory_for_states_is_planned(folder: Path) -> None:
 
 def test_no_gpu_computes_states(folder: Path) -> None:
     with pytest.raises(InvalidConfigurationError) as error:
-        check_states(load_config(folder), "cuda")
+        check_states(model := load_config(folder), "cuda")
     assert str(error.value) == (
-        "device is cuda, but a qwen3_5_text has layers that keep a state, which only a CPU computes so far: set device "
-        "to cpu"
+        f"device is cuda, but a {model.model_type} has layers that keep a state, which only a CPU computes so far: set "
+        "device to cpu"
     )

@@ -33,7 +33,7 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     corrections = torch.Generator().manual_seed(2)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer.copy_(torch.randn(buffer.shape, generator=corrections) * 0.2)
         if name.endswith("layer_scalar"):
             buffer.copy_(torch.rand(buffer.shape, generator=corrections) + 0.5)

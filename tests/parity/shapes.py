@@ -67,6 +67,15 @@ _GEMMA4 = {
     "pad_token_id": 0,
 }
 _GEMMA4_DENSE = {**_GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+_LFM2_MOE = {
+    **_DEEP,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
 _QWEN3_5 = {
     **_DEEP,
     "rms_norm_eps": 1e-3,  # smaller ones enlarge rounding where heads give next to nothing
@@ -701,6 +710,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **_with_vision({**_LLAMA, "head_dim": 16, **_MROPE}, {**_QWENS_EYES, "deepstack_visual_indexes": [0]}),
             "tie_word_embeddings": True,
         },
+    ),
+    "LFM2": (
+        "lfm2",
+        {**_DEEP, "full_attn_idxs": [1, 3], "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "LFM2, attention first, as wide as it says": (
+        "lfm2",
+        {
+            **_DEEP,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "LFM2 with experts": ("lfm2_moe", _LFM2_MOE),
+    "LFM2 with experts, scores as they are": (
+        "lfm2_moe",
+        {**_LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
     ),
     "Qwen3.5 that sees": (
         "qwen3_5",

@@ -49,6 +49,7 @@ from gptserve.weights.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY_V3
 from gptserve.weights.families.hyperclovax import HYPERCLOVAX
 from gptserve.weights.families.internlm3 import INTERNLM3, IQUESTCODER
 from gptserve.weights.families.jais2 import JAIS2
+from gptserve.weights.families.lfm2 import LFM2, LFM2_MOE
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.llava import (
     AYA_VISION,
@@ -114,6 +115,8 @@ FAMILIES: dict[str, Family] = {
             QWEN3,
             QWEN3_5_TEXT,
             QWEN3_5_MOE_TEXT,
+            LFM2,
+            LFM2_MOE,
             PHI,
             PHI3,
             GEMMA,

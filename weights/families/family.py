@@ -26,6 +26,9 @@ layer; linears are [out, in]):
         delta_decay, delta_step [heads] and [heads], fp32: A and dt of Mamba, A as its logarithm
         delta_norm       [value_size]
         delta_out        [hidden, V]
+        conv_in          [3 * C, hidden]: b, c and x of a convolution of C channels
+        conv_factors     [C * conv_size], fp32: of a channel, that of the newest token last
+        conv_out         [hidden, C]
         ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
         xielu            [4], fp32: alpha_p and alpha_n before their softplus, beta, eps
         ffn_down         [hidden, ffn]

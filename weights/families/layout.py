@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from gptserve.weights.config import GatedDelta, LayerConfig, ModelConfig
+from gptserve.weights.config import GatedDelta, LayerConfig, ModelConfig, ShortConvolution
 from gptserve.weights.families.family import MAX_LAYERS, Source
 
 Names = Mapping[str, str | tuple[str, ...]]
@@ -58,7 +58,11 @@ def _named(
     if _absent(config, layer).get(kind):
         return {}
     if kind.startswith("delta_"):
-        return {} if layer.delta is None else _of_delta(layer.delta, name, kind, stored, hidden)
+        delta = layer.recurrence
+        return _of_delta(delta, name, kind, stored, hidden) if isinstance(delta, GatedDelta) else {}
+    if kind.startswith("conv_"):
+        of_layer = layer.recurrence
+        return _of_convolution(of_layer, name, kind, stored, hidden) if isinstance(of_layer, ShortConvolution) else {}
     if kind == "scale":
         return {name: Source(((stored[0], (1,)),), is_wide=True)} if config.layer_scale else {}
     if kind == "qkv" and layer.keys_are_values:
@@ -117,7 +121,7 @@ def _absent(config: ModelConfig, layer: LayerConfig) -> dict[str, bool]:
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     is_absent["xielu"] = not config.xielu
     is_absent["attn_gate"] = config.attention_gate is None
-    if layer.delta is not None:
+    if layer.recurrence is not None:
         is_absent |= dict.fromkeys(("qkv", "q_norm", "k_norm", "attn_gate", "attn_out"), True)
     return is_absent
 
@@ -145,6 +149,16 @@ def _of_delta(delta: GatedDelta, name: str, kind: str, stored: Sequence[str], hi
     rows, num_in = sizes[kind]
     parts = list(zip(stored, rows, strict=True)) if len(stored) > 1 else [(stored[0], sum(rows))]
     return linear(name, parts, num_in, bias=False)
+
+
+def _of_convolution(
+    convolution: ShortConvolution, name: str, kind: str, stored: Sequence[str], hidden: int
+) -> dict[str, Source]:
+    width = convolution.conv_width
+    if kind == "conv_factors":
+        return {name: Source(((f"{stored[0]}.weight", (width, 1, convolution.conv_size)),), is_wide=True, is_flat=True)}
+    rows, num_in = (convolution.in_width, hidden) if kind == "conv_in" else (hidden, width)
+    return linear(name, [(stored[0], rows)], num_in, bias=False)
 
 
 def _own_norms(layer: LayerConfig, kind: str, stored: str, qkv_order: RowOrder) -> Source:

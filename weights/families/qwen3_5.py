@@ -50,7 +50,7 @@ def read_qwen3_5_config(raw: RawConfig) -> ModelConfig:
 
     def layer_of(number: int, layer: LayerConfig) -> LayerConfig:
         is_linear = (number + 1) % interval > 0 if kinds is None else kinds[number] == "linear_attention"
-        return LayerConfig(0, 0, 0, 1.0, layer.ffn_size, delta=delta) if is_linear else layer
+        return LayerConfig(0, 0, 0, 1.0, layer.ffn_size, recurrence=delta) if is_linear else layer
 
     return replace(config, layers=tuple(layer_of(i, layer) for i, layer in enumerate(config.layers)))
 
@@ -73,7 +73,7 @@ def qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
     """Return all tensors but those of experts; a query head and its gate lie side by side in the file."""
     found = _others(config)
     for number, layer in enumerate(config.layers):
-        if layer.delta is not None:
+        if layer.recurrence is not None:
             continue
         block, stored, size = f"blocks.{number}.", _ATTENTION.format(number), layer.head_size
         queries = (f"{stored}q_proj", 2 * layer.q_size)

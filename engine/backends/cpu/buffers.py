@@ -10,7 +10,7 @@ import torch
 from gptserve.engine.backends.cpu.linear import NativeLinear
 from gptserve.engine.backends.cpu.program import route_bytes
 from gptserve.engine.model.loading import StreamedTensors
-from gptserve.weights.config import Experts, LayerConfig, ModelConfig
+from gptserve.weights.config import Experts, GatedDelta, LayerConfig, ModelConfig
 
 _WIDE = ("x", "taken", "logits", "wide_scores")
 """The buffers that are always in fp32: those of the residual stream, the logits, and those of choices by scores."""
@@ -39,10 +39,16 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
     }
     if layer.dense_size is not None:
         widths |= {"dense_up": layer.dense_size * (2 if config.gated_ffn else 1), "dense_gated": layer.dense_size}
-    delta = layer.delta
-    if delta is not None:
-        widths |= {"unmixed": delta.conv_width, "mixed": delta.conv_width, "rates": 2 * delta.num_value_heads}
-        widths["gates"] = delta.value_width
+    recurrence = layer.recurrence
+    if isinstance(recurrence, GatedDelta):
+        widths |= {
+            "unmixed": recurrence.conv_width,
+            "mixed": recurrence.conv_width,
+            "rates": 2 * recurrence.num_value_heads,
+        }
+        widths["gates"] = recurrence.value_width
+    elif recurrence is not None:
+        widths["unmixed"] = recurrence.in_width
     else:
         widths["qkv"] = layer.qkv_size
         if config.attention_gate is not None:

@@ -86,7 +86,7 @@ class Router(Structure):
     _fields_ = native.members(
         (c_void_p, "correction factors"),
         (c_int64, "num_groups num_active_groups"),
-        (c_float, "min_sum scale shared_weight"),
+        (c_float, "min_sum sum_offset scale shared_weight"),
         (c_int32, "plain sigmoid renormalised shared_gate"),
     )
 
@@ -125,6 +125,7 @@ def router_data(experts: Mixture, correction: int | None, factors: int | None = 
         num_groups=router.num_groups,
         num_active_groups=router.num_active_groups,
         min_sum=router.min_sum,
+        sum_offset=router.sum_offset,
         scale=router.scale,
         shared_weight=experts.shared_weight,
         plain=router.is_plain,
@@ -137,7 +138,7 @@ def router_data(experts: Mixture, correction: int | None, factors: int | None = 
 class Convolve(Structure):
     """Convolve of program.h."""
 
-    _fields_ = native.members((c_void_p, "factors"), (c_int64, "layer size"))
+    _fields_ = native.members((c_void_p, "factors"), (c_int64, "layer size"), (c_int32, "gated"))
 
 
 class Delta(Structure):

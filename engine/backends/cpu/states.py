@@ -11,7 +11,7 @@ from itertools import chain
 
 from gptserve.engine.backends.cpu.program import StateCache
 from gptserve.engine.model.layout import StepArrays
-from gptserve.engine.model.states import DeltaState
+from gptserve.engine.model.states import State
 from gptserve.engine.state_place import StatePlace, places_of
 
 
@@ -19,12 +19,12 @@ class StateAddresses:
     """The addresses of the states of one cache, and of the places in a step. They are valid until the next call."""
 
     def __init__(self) -> None:
-        self._states: list[DeltaState | None] = []
+        self._states: list[State | None] = []
         self._caches: list[StateCache | None] = []
         self._addresses = (c_void_p * 0)()
         self._places = array("i")
 
-    def of(self, states: list[DeltaState | None], arrays: StepArrays) -> tuple[int, Array[c_void_p]]:
+    def of(self, states: list[State | None], arrays: StepArrays) -> tuple[int, Array[c_void_p]]:
         """Return the address of the places, int32 [S, 4], and those of all layers' StateCaches."""
         if states is not self._states:
             self._states = states
@@ -39,6 +39,6 @@ class StateAddresses:
         return self._places.buffer_info()[0], self._addresses
 
 
-def _describe(state: DeltaState) -> StateCache:
+def _describe(state: State) -> StateCache:
     assert all(its.is_contiguous() and its.device.type == "cpu" for its in state)
     return StateCache(state.latest_NSC.data_ptr(), state.memory_NHKV.data_ptr())

@@ -37,7 +37,7 @@ from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.operations import WritePart
 from gptserve.weights.config import Experts as Mixture
-from gptserve.weights.config import GatedDelta, ModelConfig
+from gptserve.weights.config import GatedDelta, ModelConfig, ShortConvolution
 
 
 class Writer:
@@ -77,10 +77,12 @@ class Writer:
         """Put x through a layer, as `Block` in layers.py defines it."""
         name, layer = f"blocks.{number}", self._config.layers[number]
         buffers = self._buffers[layer]
-        if layer.delta is None:
+        if layer.recurrence is None:
             attention = self._attention(number, rotations, backend)
+        elif isinstance(layer.recurrence, GatedDelta):
+            attention = self._linear_attention(number, layer.recurrence, buffers)
         else:
-            attention = self._linear_attention(number, layer.delta, buffers)
+            attention = self._convolution(number, layer.recurrence, buffers)
         if layer.experts is None:
             ffn = self._feed_forward(name, buffers)
         elif layer.dense_size is None:
@@ -173,7 +175,7 @@ class Writer:
         numbers = self._parts.deltas[name]
         rates = self.program.number(buffers["rates"])
         of_heads = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size
-        convolve = Convolve(self._address(numbers.conv_SC), layer, delta.conv_size)
+        convolve = Convolve(self._address(numbers.conv_SC), layer, delta.conv_size, gated=False)
         recur = Delta(self._address(numbers.decay_H), self._address(numbers.step_H), layer, *of_heads, rates)
         norms, gate = key_norms(delta, numbers.decay_H.device), c_int32(HEAD_GATES.index("silu"))
 
@@ -188,6 +190,17 @@ class Writer:
             self._norm(f"{name}.delta_norm", heads, heads, (0, delta.num_value_heads, delta.value_size))
             self.program.add("gate_heads", buffers["gates"], heads, gate)
             self.linear(f"{name}.delta_out", heads, target, residual)
+
+        return append
+
+    def _convolution(self, layer: int, convolution: ShortConvolution, buffers: Mapping[str, str]) -> WritePart:
+        name, factors = f"blocks.{layer}", self._address(self._parts.convolutions[f"blocks.{layer}"])
+        convolve = Convolve(factors, layer, convolution.conv_size, gated=True)
+
+        def append(source: str, target: str, residual: str) -> None:
+            self.linear(f"{name}.conv_in", source, buffers["unmixed"])
+            self.program.add("convolve", buffers["unmixed"], buffers["heads"], convolve)
+            self.linear(f"{name}.conv_out", buffers["heads"], target, residual)
 
         return append
 

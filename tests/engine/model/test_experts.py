@@ -121,6 +121,8 @@ def test_weights_are_divided_by_their_sum_or_by_the_least_one() -> None:
     assert routed(shape, 0.0, 0.0, -9.0) == {0: 0.5, 1: 0.5}
     found = routed(shape, -100.0, -100.0, -100.0)
     assert found == {0: pytest.approx(0), 1: pytest.approx(0)}
+    shape = Experts(3, 2, Router("sigmoid", sum_offset=0.25))
+    assert routed(shape, 0.0, 0.0, -9.0) == pytest.approx({0: 0.4, 1: 0.4})
 
 
 def test_experts_are_chosen_within_the_best_groups_of_which_the_first_is_better() -> None:

@@ -34,7 +34,7 @@ def test_each_layer_mixes_experts_and_has_shared_ones_with_a_gate(name: str, tmp
     experts = Experts(5, 2, Router(renormalised=True), num_shared=2, has_shared_gate=True)
     assert [layer.experts for layer in config.layers] == [experts] * 2
     assert [layer.ffn_size for layer in config.layers] == [32] * 2
-    assert [layer.delta is None for layer in config.layers] == [False, True]
+    assert [layer.recurrence is None for layer in config.layers] == [False, True]
 
 
 @pytest.mark.parametrize(

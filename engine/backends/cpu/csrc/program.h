@@ -74,7 +74,7 @@ struct StatePlace {
     int32_t slot, source, kept_row, kept_slot;
 };
 
-// The states of one layer, [slots] of each: DeltaState of engine/model/states.py.
+// The states of one layer, [slots] of each: State of engine/model/states.py.
 struct StateCache {
     float* latest;  // [slots][size - 1][channels], inputs of a convolution
     float* memory;  // [slots][value heads][key_size][value_size]
@@ -134,7 +134,7 @@ struct Router {
     const float* correction;  // [num] of the experts that are chosen, or null
     const float* factors;     // [num] of their weights, or null
     int64_t num_groups, num_active_groups;
-    float min_sum, scale;
+    float min_sum, sum_offset, scale;
     float shared_weight;  // of each shared expert without a gate
     int32_t plain;        // whether the choice is that of the highest logits, and a softmax gives all weights
     int32_t sigmoid;      // whether a score is the sigmoid of a logit, not of the softmax of all
@@ -183,10 +183,12 @@ struct Attend {
     int32_t instructions;
 };
 
-// A causal convolution over time of each channel alone, then SiLU.
+// A causal convolution over time of each channel alone, then SiLU; or if gated, with a third of in each for b, c and x,
+// the convolution of b * x, then times c.
 struct Convolve {
     const float* factors;  // [size][channels], those of the newest token last
     int64_t layer, size;
+    int32_t gated;
 };
 
 constexpr int64_t MAX_KEY_SIZE = 1024;

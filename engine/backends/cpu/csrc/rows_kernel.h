@@ -339,6 +339,7 @@ static inline void weigh_scores(const Experts& experts, const Routes& routes, co
     const Router& router = *experts.router;
     float sum = 0;
     for (int64_t k = 0; k < experts.num_active; k++) sum += routes.weights[k] = scores[routes.experts[k]];
+    sum += router.sum_offset;
     if (sum < router.min_sum) sum = router.min_sum;
     const Floats divisor = broadcast(router.renormalised ? sum : 1.f), factor = broadcast(router.scale);
     each(experts.num_active, [=](int64_t i, int count) {

@@ -1,8 +1,8 @@
 // The operations of a program that keep a state of each sequence: a convolution over time, and the gated delta rule.
 //
-// engine/model/delta.py says what they compute. Each computes in fp32, the tokens of a sequence one after the other, so
-// that its bits depend neither on the steps in which they come nor on other sequences. AVX2 and AVX-512 give the same
-// bits; the instructions of any CPU may give others.
+// engine/model/delta.py and convolution.py say what they compute. Each computes in fp32, the tokens of a sequence one
+// after the other, so that its bits depend neither on the steps in which they come nor on other sequences. AVX2 and
+// AVX-512 give the same bits; the instructions of any CPU may give others.
 
 #include "program.h"
 
@@ -82,7 +82,7 @@ void recur_part(void* shared, int64_t chunk) {
 }  // namespace
 
 void convolve(const Program& program, const Step& step, const Operation& op) {
-    const int64_t width = program.buffers[op.in].width, num_parts = (width + CHANNELS - 1) / CHANNELS;
+    const int64_t width = program.buffers[op.out].width, num_parts = (width + CHANNELS - 1) / CHANNELS;
     StateJob job = {program, step, op, state_operations(program), num_parts, CHANNELS, width};
     run_chunks(convolve_part, &job, step.batch->num_seqs * num_parts, num_threads());
 }

@@ -8,17 +8,20 @@ static inline const T* in_row(const Program& program, const Operation& op, int64
 }
 
 // Convolve `count` channels of a sequence from `first` on, and keep the latest inputs.
-template <class T>
-static void convolve_channels(const Operation& op, const Program& program, const Step& step, int64_t sequence,
-                              int64_t first, int64_t count) {
+template <class T, bool GATED>
+static void convolve_as(const Operation& op, const Program& program, const Step& step, int64_t sequence, int64_t first,
+                        int64_t count) {
     const Convolve& c = *(const Convolve*)op.data;
     const StatePlace place = step.states[sequence];
-    const int64_t width = program.buffers[op.in].width, start = step.batch->query_starts[sequence];
+    const int64_t width = program.buffers[op.out].width, start = step.batch->query_starts[sequence];
     const int64_t num_rows = step.batch->query_starts[sequence + 1] - start, num_latest = c.size - 1;
     float* latest = step.state_caches[c.layer]->latest + first;
     const float* source = latest + place.source * num_latest * width;
     const auto input = [&](int64_t time) {  // of a row; before the first one, of the tokens before
-        if (time >= 0) return load(in_row<T>(program, op, start + time) + first, count);
+        if (time >= 0) {
+            const T* in = in_row<T>(program, op, start + time) + first;
+            return GATED ? load(in, count) * load(in + 2 * width, count) : load(in, count);
+        }
         return place.source < 0 ? broadcast(0) : load(source + (num_latest + time) * width, count);
     };
     T* out = (T*)program.buffers[op.out].data + start * width + first;
@@ -26,7 +29,8 @@ static void convolve_channels(const Operation& op, const Program& program, const
         Floats sum = broadcast(0);
         for (int64_t i = 0; i < c.size; i++)
             sum = fma(input(row - num_latest + i), load(c.factors + i * width + first, count), sum);
-        store(out + row * width, count, activate<SILU>(sum));
+        const T* factor = in_row<T>(program, op, start + row) + width + first;
+        store(out + row * width, count, GATED ? sum * load(factor, count) : activate<SILU>(sum));
     }
     const auto keep = [&](int64_t slot, int64_t end) {  // in ascending order, as the slot may be the source
         for (int64_t i = 0; i < num_latest; i++)
@@ -34,6 +38,13 @@ static void convolve_channels(const Operation& op, const Program& program, const
     };
     if (place.kept_row >= 0) keep(place.kept_slot, place.kept_row + 1);
     keep(place.slot, num_rows);
+}
+
+template <class T>
+static void convolve_channels(const Operation& op, const Program& program, const Step& step, int64_t sequence,
+                              int64_t first, int64_t count) {
+    const auto convolve = ((const Convolve*)op.data)->gated ? convolve_as<T, true> : convolve_as<T, false>;
+    convolve(op, program, step, sequence, first, count);
 }
 
 // Return e^(-factor softplus(x)).

@@ -162,6 +162,7 @@ ROUTERS = st.builds(
     has_correction=st.booleans(),
     renormalised=st.booleans(),
     min_sum=st.sampled_from([0.0, 0.4]),
+    sum_offset=st.sampled_from([0.0, 0.25]),
     scale=st.sampled_from([1.0, 2.5]),
     has_factors=st.booleans(),
 )

@@ -17,9 +17,9 @@ from gptserve.engine.backends.cpu.attention import _Batch
 from gptserve.engine.backends.cpu.program import Convolve, Delta, Program, StateCache
 from gptserve.engine.model.activation import decay
 from gptserve.engine.model.delta import recur
-from gptserve.engine.model.states import DeltaState, make_state
+from gptserve.engine.model.states import State, make_state
 from gptserve.engine.state_place import StatePlace
-from gptserve.weights.config import GatedDelta
+from gptserve.weights.config import GatedDelta, ShortConvolution
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
@@ -40,7 +40,7 @@ class Layer:
     delta: GatedDelta
     dtype: torch.dtype
     variant: native.Variant | None = None
-    state: DeltaState = field(init=False)
+    state: State = field(init=False)
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
@@ -49,7 +49,7 @@ class Layer:
         self.decay_H, self.step_H = torch.rand(delta.num_value_heads) * 4, torch.randn(delta.num_value_heads)
         state = make_state(delta, NUM_SLOTS, torch.device("cpu"))
         assert state is not None
-        self.state = DeltaState(*(torch.full_like(its, torch.nan) for its in state))  # nobody may read it
+        self.state = State(*(torch.full_like(its, torch.nan) for its in state))  # nobody may read it
 
     def run(self, inputs: Tensor, rates: Tensor, places: list[StatePlace], sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Return what the two operations give for rows of sequences of these sizes."""
@@ -59,7 +59,7 @@ class Layer:
         mixed, out = (torch.empty(num, widths[name], dtype=self.dtype) for name in ("mixed", "out"))
         for name, tensor in {"in": inputs, "mixed": mixed, "rates": rates, "out": out}.items():
             program.place(name, tensor.data_ptr())
-        program.add("convolve", "in", "mixed", Convolve(self.factors_SC.data_ptr(), 0, delta.conv_size))
+        program.add("convolve", "in", "mixed", Convolve(self.factors_SC.data_ptr(), 0, delta.conv_size, gated=False))
         sizes_of = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size
         numbers = self.decay_H.data_ptr(), self.step_H.data_ptr(), 0, *sizes_of
         program.add("delta", "mixed", "out", Delta(*numbers, program.number("rates")))
@@ -160,3 +160,103 @@ def test_a_state_is_kept_after_a_row_and_read_again(delta: GatedDelta, kept_row:
         assert torch.equal(rest, whole[kept_row + 1 :])
     assert all(torch.equal(its[4], before) for its, before in zip(layer.state, kept, strict=True))
     assert all(torch.equal(its[2 if num else 4], its[0]) for its in layer.state)
+
+
+CONVOLUTIONS = (ShortConvolution(50, 3), ShortConvolution(16, 1), ShortConvolution(300, 7))
+
+
+@dataclass
+class Gated:
+    """A program of one gated convolution, and its states."""
+
+    convolution: ShortConvolution
+    dtype: torch.dtype
+    variant: native.Variant | None = None
+    latest_NSC: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(3)
+        size, width = self.convolution.conv_size, self.convolution.conv_width
+        self.factors_SC = torch.randn(size, width)
+        self.latest_NSC = torch.full((NUM_SLOTS, size - 1, width), torch.nan)  # nobody may read it
+
+    def run(self, inputs: Tensor, places: list[StatePlace], sizes: list[int]) -> Tensor:
+        """Return what it gives for rows of sequences of these sizes."""
+        width = self.convolution.conv_width
+        program = Program({"in": 3 * width, "out": width}, self.dtype.itemsize, self.variant)
+        out = torch.empty(len(inputs), width, dtype=self.dtype)
+        program.place("in", inputs.data_ptr())
+        program.place("out", out.data_ptr())
+        convolve = Convolve(self.factors_SC.data_ptr(), 0, self.convolution.conv_size, gated=True)
+        program.add("convolve", "in", "out", convolve)
+        starts = array("i", [0, *torch.tensor(sizes).cumsum(0).tolist()])
+        batch = _Batch(query_starts=starts.buffer_info()[0], num_seqs=len(sizes), num_tokens=len(inputs))
+        cache = StateCache(self.latest_NSC.data_ptr(), None)
+        fields = array("i", [number for place in places for number in place])
+        states = fields.buffer_info()[0], (c_void_p * 1)(addressof(cache))
+        program.run(len(inputs), batch=batch, states=states[0], state_caches=states[1])
+        return out
+
+    def rows(self, num: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(num, 3 * self.convolution.conv_width, generator=generator).to(self.dtype)
+
+    def expected(self, inputs: Tensor) -> Tensor:
+        """Return the same for one sequence from its first token on, in fp64."""
+        b, c, x = inputs.double().chunk(3, dim=1)
+        size = self.convolution.conv_size
+        before = functional.pad(b * x, (0, 0, size - 1, 0))
+        return c * torch.stack([before[i : i + len(b)] * self.factors_SC[i] for i in range(size)]).sum(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS)
+def test_a_gated_convolution_gives_its_formula_by_all_instructions(
+    convolution: ShortConvolution, dtype: torch.dtype
+) -> None:
+    found = dict[str, Tensor]()
+    for variant in variants(dtype):
+        layer = Gated(convolution, dtype, variant)
+        inputs = layer.rows(40)
+        found[variant] = layer.run(inputs, [StatePlace(2, -1)], [40])
+        expected = layer.expected(inputs)
+        assert torch.allclose(
+            found[variant].double(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5
+        )
+        assert not torch.allclose(found[variant].double(), expected.roll(1, 0), rtol=0.1)
+    vectors = [its for variant, its in found.items() if variant != "generic"]
+    assert all(torch.equal(vectors[0], other) for other in vectors[1:])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS)
+def test_steps_slots_threads_and_other_sequences_change_no_bit_of_a_gated_convolution(
+    convolution: ShortConvolution, dtype: torch.dtype, num_threads: int
+) -> None:
+    alone, layer = Gated(convolution, dtype), Gated(convolution, dtype)
+    inputs, other, start, found = alone.rows(70), alone.rows(50, seed=1), 0, list[Tensor]()
+    whole = alone.run(inputs, [StatePlace(0, -1)], [70])
+    native.set_num_threads(num_threads)
+    for num, slot in ((1, 3), (2, 3), (50, 3), (1, 3), (16, 3)):
+        rows = torch.cat([other[:5], inputs[start : start + num]])
+        found.append(layer.run(rows, [StatePlace(1, -1), StatePlace(slot, slot if start else -1)], [5, num])[5:])
+        start += num
+    native.set_num_threads(1)
+    assert torch.equal(torch.cat(found), whole)
+    assert torch.equal(layer.latest_NSC[3], alone.latest_NSC[0])
+
+
+@pytest.mark.parametrize("convolution", CONVOLUTIONS)
+@pytest.mark.parametrize("kept_row", [0, 1, 6, 19])
+def test_inputs_of_a_gated_convolution_are_kept_after_a_row_and_read_again(
+    convolution: ShortConvolution, kept_row: int
+) -> None:
+    layer = Gated(convolution, torch.float32)
+    inputs = layer.rows(20)
+    whole = layer.run(inputs, [StatePlace(0, -1, kept_row, 4)], [20])
+    kept, num = layer.latest_NSC[4].clone(), 19 - kept_row
+    if num:
+        assert torch.equal(layer.run(inputs[kept_row + 1 :], [StatePlace(2, 4)], [num]), whole[kept_row + 1 :])
+    assert torch.equal(layer.latest_NSC[4], kept)
+    assert torch.equal(layer.latest_NSC[2 if num else 4], layer.latest_NSC[0])
