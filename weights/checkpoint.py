@@ -252,18 +252,17 @@ class Checkpoint:
 
 
 def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] of a quantized part, made in pieces of rows; or a vector."""
+    """Return the weight [out, ...] of a quantized part, made in pieces of rows; or a vector."""
     if len(shape) == 1:
         return stored.unpack(shape, tensors, slice(0, *shape), dtype)
-    num_out, num_in = shape
-    values = torch.empty(num_out, num_in, dtype=dtype)
+    values = torch.empty(shape, dtype=dtype)
 
     def fill(rows: slice) -> None:
         unpacked = stored.unpack(shape, tensors, rows, dtype)
         require_finite(unpacked)
         values[rows] = unpacked
 
-    _map_rows(fill, num_out, num_in)
+    _map_rows(fill, shape[0], math.prod(shape[1:]))
     return values
 
 

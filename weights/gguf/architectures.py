@@ -14,13 +14,14 @@ from gptserve.weights.gguf.architecture import Architecture
 from gptserve.weights.gguf.dense import DENSE
 from gptserve.weights.gguf.gemma4 import GEMMA4
 from gptserve.weights.gguf.keys import Fields, Keys
+from gptserve.weights.gguf.lfm2 import LFM2
 from gptserve.weights.gguf.mixtures import MIXTURES
 from gptserve.weights.gguf.reader import Header
 from gptserve.weights.gguf.refused import why_refused
 from gptserve.weights.gguf.rope import head_size, rope_fields
 from gptserve.weights.stored_tensor import StoredTensor
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4}
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4, **LFM2}
 """By general.architecture; some have variants."""
 _VARIANTS = {
     "experts": "expert_count",
@@ -136,6 +137,8 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
         else:
             if f"{part}.{kind}" in architecture.rows and len(tensor.shape) == 1:
                 tensor = replace(tensor, shape=(1, *tensor.shape))
+            if f"{part}.{kind}" in architecture.channels and len(tensor.shape) == 2:
+                tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
             yield _name(layer, part, kind, architecture) or name, tensor
 
 

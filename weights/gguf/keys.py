@@ -16,7 +16,7 @@ class Keys:
     """The keys of an architecture. Readers raise InvalidConfigError naming the key."""
 
     def __init__(self, header: Header, architecture: str, *, layers_differ: bool = False) -> None:
-        """With `layers_differ` a size that lists those of all layers is that of the first one."""
+        """With `layers_differ` a size that lists those of all layers is that of the first one that has any."""
         self.header, self._architecture, self._layers_differ = header, architecture, layers_differ
 
     def get(self, name: str) -> object:
@@ -36,7 +36,7 @@ class Keys:
         """Return an integer of at least 1; a list for all layers may have the same for each."""
         value = self.get(name)
         if isinstance(value, list) and value and (self._layers_differ or value.count(value[0]) == len(value)):
-            value = value[0]
+            value = next((entry for entry in value if entry != 0), 0)
         if value is None and default is not None:
             return default
         if type(value) is not int or value < 1:

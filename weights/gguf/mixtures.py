@@ -21,7 +21,7 @@ from gptserve.weights.gguf.dense import granite, granite_swa
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.rope import rope_by_kind, rope_fields
 
-_SIGMOID = 2
+SIGMOID = 2
 """The number of a router's function in files."""
 
 
@@ -94,7 +94,7 @@ def _granite_moe_swa(keys: Keys) -> Fields:
 
 def _deepseek(keys: Keys) -> Fields:
     """Return the fields of mixtures with corrected sigmoids."""
-    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_gating_func", SIGMOID, "in all of them")
     return silu(keys) | {
         **_num(keys, "n_routed_experts"),
         "moe_intermediate_size": _width(keys),
@@ -134,7 +134,7 @@ def _ernie_moe(keys: Keys) -> Fields:
 
 
 def _afmoe(keys: Keys) -> Fields:
-    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_gating_func", SIGMOID, "in all of them")
     return {
         **silu(keys),
         **_num(keys, "num_experts"),
@@ -149,7 +149,7 @@ def _afmoe(keys: Keys) -> Fields:
 
 
 def _laguna(keys: Keys) -> Fields:
-    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_gating_func", SIGMOID, "in all of them")
     keys.only("expert_weights_norm", True, "in all of them")
     gate = keys.header.tensors.get("blk.0.attn_gate.weight")
     return {
@@ -183,7 +183,7 @@ def _mellum(keys: Keys) -> Fields:
 
 
 def _cohere2_moe(keys: Keys) -> Fields:
-    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_gating_func", SIGMOID, "in all of them")
     num_dense, is_rms = keys.count("leading_dense_block_count", 0), keys.get("attention.layer_norm_rms_epsilon")
     norm = ("rms_norm_eps", "attention.layer_norm_rms_epsilon") if is_rms else LAYER_NORM
     fields = {
@@ -205,7 +205,7 @@ def _cohere2_moe(keys: Keys) -> Fields:
 
 
 def _hy_v3(keys: Keys) -> Fields:
-    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_gating_func", SIGMOID, "in all of them")
     return {
         **silu(keys),
         **_num(keys, "num_experts"),
@@ -218,7 +218,7 @@ def _hy_v3(keys: Keys) -> Fields:
 
 
 def _minimax(keys: Keys) -> Fields:
-    keys.only("expert_gating_func", _SIGMOID, "in all of them")
+    keys.only("expert_gating_func", SIGMOID, "in all of them")
     return {
         "hidden_act": "silu",
         **_num(keys, "num_local_experts"),

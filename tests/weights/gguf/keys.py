@@ -62,6 +62,8 @@ ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "afmoe": MODEL_ARCH.AFMOE,
     "gemma4_text": MODEL_ARCH.GEMMA4,
+    "lfm2": MODEL_ARCH.LFM2,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
 }
 """By model_type."""
 NEWER = {
@@ -120,7 +122,8 @@ _MIXTURE = {
 _SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3", "mellum", "cohere2_moe", "granite_swa", "granitemoe_swa")
 """The conversion writes which of their layers have windows."""
 _WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "afmoe", "laguna", "gemma4_text", *_SAYS_WHICH)
-_OF_SIGMOIDS = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "afmoe", "laguna", "cohere2_moe", "hy_v3")
+_LFM2 = ("lfm2", "lfm2_moe")
+_OF_SIGMOIDS = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "afmoe", "laguna", "cohere2_moe", "hy_v3", "lfm2_moe")
 
 
 def size_of(config: dict[str, Any], name: str) -> Any:
@@ -139,7 +142,8 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(size_of(config, "intermediate_size") or 4 * hidden)
     for name in _EPS:
         if config.get(name) is not None or (name == "layer_norm_eps" and model_type in ("mpt", "olmo")):
-            add = writer.add_layer_norm_rms_eps if name == "rms_norm_eps" else writer.add_layer_norm_eps
+            is_rms = name == "rms_norm_eps" or model_type in _LFM2
+            add = writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps
             add(config.get(name, 1e-5))
     for name, key in (_FACTORS | _MIXTURE).items():
         value = config.get(name)
@@ -171,6 +175,10 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         _add_gemma4(writer, config)
     elif model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
         _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
+    if model_type in _LFM2:
+        num_kv_heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([num_kv_heads * (kind != "conv") for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
 
 
 def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:

@@ -123,6 +123,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 4": SHAPES["Gemma 4, past its window"],
     "Gemma 4 with experts": SHAPES["Gemma 4 with experts"],
     "Gemma 4, inputs of layers and shared keys": SHAPES["Gemma 4, inputs of layers and shared keys"],
+    "LFM2, attention first, as wide as it says": SHAPES["LFM2, attention first, as wide as it says"],
+    "LFM2 with experts": SHAPES["LFM2 with experts"],
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),
     "Gemma 3": (
         "gemma3_text",
@@ -303,6 +305,16 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         "Gemma 4",
         {"attention.head_count_kv": [2, 1]},
         "gemma4.attention.head_count_kv must be an integer of at least 1, or a list of 4, got [2, 1]",
+    ),
+    "heads of layers that differ": (
+        "LFM2 with experts",
+        {"attention.head_count_kv": [0, 2, 0, 4]},
+        "lfm2moe.attention.head_count_kv must be a list of 4, each of them 0 or the same integer, got [0, 2, 0, 4]",
+    ),
+    "no heads": (
+        "LFM2 with experts",
+        {"attention.head_count_kv": [0, 0, 0, 0]},
+        "lfm2moe.attention.head_count_kv must be an integer of at least 1, got [0, 0, 0, 0]",
     ),
     "a part of a head": (
         "Gemma 4",

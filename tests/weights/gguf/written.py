@@ -25,7 +25,7 @@ PAIRED = (
 """Those of which the conversion puts rows of queries and keys in pairs."""
 ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron")
 """Those of which the conversion adds one to the weights of norms."""
-UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp")
+UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp", "shortconv.conv")
 """What stays in F32."""
 NEWER_NAMES = {
     "self_attn.g_proj.weight": "attn_gate.weight",
@@ -69,7 +69,7 @@ def _pieces(config: dict[str, Any], name: str, num_rows: int) -> Pieces:
             (f"blk.{number}.ffn_{part}_{kind}.weight", half)
             for part, half in zip(("gate", "up"), np.split(rows, 2), strict=True)
         ]
-    if model_type == "afmoe" and name.endswith("expert_bias"):
+    if model_type in ("afmoe", "lfm2_moe") and name.endswith("expert_bias"):
         return [(f"{name}.bias", rows)]
     return [
         (re.sub(r"(down_proj)(_bias)?$", lambda found: f"{found[1]}.{'bias' if found[2] else 'weight'}", name), rows)
@@ -143,6 +143,7 @@ def write_gguf(
             part = np.ascontiguousarray(np.take(data, order, axis))
             if axis == -1 or part.shape[-1] % 32 or any(kept in of_gguf for kept in UNPACKED):
                 part = part[0] if "ffn_gate_inp_shexp" in of_gguf else part
+                part = part[:, 0] if "shortconv.conv" in of_gguf else part
                 writer.add_tensor(of_gguf, part + 1 if is_norm else part)
                 continue
             its_type = type_of(of_gguf, part.shape[-1])
@@ -174,7 +175,7 @@ def _of_gguf(name: str, names: Any) -> str:
         return f"blk.{of_layer[1]}.{NEWER_NAMES[of_layer[2]]}"
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = re.sub(r"sinks$", "sinks.weight", name)
-    older = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts", r"\1.feed_forward.experts", name)
+    older = re.sub(r"^model\.(layers\.\d+)\.(block_sparse_moe|feed_forward)\.experts", r"\1.feed_forward.experts", name)
     tried = (name, older, name.removeprefix("transformer."))
     found: list[str | None] = [names.get_name(its, try_suffixes=(".weight", ".bias")) for its in tried]
     assert any(found), name
