@@ -92,6 +92,7 @@ _QWEN3_5 = {
         "mrope_interleaved": True,
     },
 }
+_QUARTER = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}}
 _QWEN3_5_MOE = {
     **{name: value for name, value in _QWEN3_5.items() if name != "intermediate_size"},
     "num_hidden_layers": 2,
@@ -480,6 +481,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Qwen3.5 with experts": ("qwen3_5_moe_text", _QWEN3_5_MOE),
+    "Qwen3-Next": (
+        "qwen3_next",
+        {**_QWEN3_5_MOE, "intermediate_size": 96, **_QUARTER},
+    ),
+    "Qwen3-Next, a dense layer, weights of all": (
+        "qwen3_next",
+        {
+            **_QWEN3_5_MOE,
+            "intermediate_size": 96,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 32,
+            **_QUARTER,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+        },
+    ),
     "Mellum 2, past its window": (
         "mellum",
         {

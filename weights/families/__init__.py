@@ -78,6 +78,7 @@ from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen3_5 import QWEN3_5 as QWEN3_5_TEXT
 from gptserve.weights.families.qwen3_5_moe import QWEN3_5_MOE as QWEN3_5_MOE_TEXT
+from gptserve.weights.families.qwen3_5_moe import QWEN3_NEXT
 from gptserve.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from gptserve.weights.families.seed_oss import SEED_OSS
 from gptserve.weights.families.smollm3 import SMOLLM3
@@ -113,6 +114,7 @@ FAMILIES: dict[str, Family] = {
             MINISTRAL3,
             QWEN2,
             QWEN3,
+            QWEN3_NEXT,
             QWEN3_5_TEXT,
             QWEN3_5_MOE_TEXT,
             LFM2,

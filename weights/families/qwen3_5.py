@@ -17,25 +17,25 @@ from gptserve.weights.families.rotary import with_rotary
 _KINDS = ("linear_attention", "full_attention")
 _MAX_CONV_SIZE = 64
 _ATTENTION = "layers.{}.self_attn."
-_DELTA = "layers.{}.linear_attn."
-_NAMES: layout.Names = {
+DELTA = "layers.{}.linear_attn."
+NAMES: layout.Names = {
     **EMBED,
     **NORMS,
     "blocks.{}.q_norm": f"{_ATTENTION}q_norm",
     "blocks.{}.k_norm": f"{_ATTENTION}k_norm",
     "blocks.{}.attn_out": f"{_ATTENTION}o_proj",
-    "blocks.{}.delta_in": f"{_DELTA}in_proj_qkv",
-    "blocks.{}.delta_gate": f"{_DELTA}in_proj_z",
-    "blocks.{}.delta_rates": (f"{_DELTA}in_proj_b", f"{_DELTA}in_proj_a"),
-    "blocks.{}.delta_conv": f"{_DELTA}conv1d",
-    "blocks.{}.delta_decay": f"{_DELTA}A_log",
-    "blocks.{}.delta_step": f"{_DELTA}dt_bias",
-    "blocks.{}.delta_norm": f"{_DELTA}norm",
-    "blocks.{}.delta_out": f"{_DELTA}out_proj",
+    "blocks.{}.delta_in": f"{DELTA}in_proj_qkv",
+    "blocks.{}.delta_gate": f"{DELTA}in_proj_z",
+    "blocks.{}.delta_rates": (f"{DELTA}in_proj_b", f"{DELTA}in_proj_a"),
+    "blocks.{}.delta_conv": f"{DELTA}conv1d",
+    "blocks.{}.delta_decay": f"{DELTA}A_log",
+    "blocks.{}.delta_step": f"{DELTA}dt_bias",
+    "blocks.{}.delta_norm": f"{DELTA}norm",
+    "blocks.{}.delta_out": f"{DELTA}out_proj",
     **FFN,
     **END,
 }
-_others = layout.decoder(_NAMES)
+_others = layout.decoder(NAMES)
 
 
 def read_qwen3_5_config(raw: RawConfig) -> ModelConfig:
@@ -70,8 +70,12 @@ def _read_delta(raw: RawConfig) -> GatedDelta:
 
 
 def qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
-    """Return all tensors but those of experts; a query head and its gate lie side by side in the file."""
-    found = _others(config)
+    """Return all tensors but those of experts."""
+    return with_attention(_others(config), config)
+
+
+def with_attention(found: dict[str, Source], config: ModelConfig) -> dict[str, Source]:
+    """Return `found` with queries, keys, values and gates; a query head and its gate lie side by side in the file."""
     for number, layer in enumerate(config.layers):
         if layer.recurrence is not None:
             continue

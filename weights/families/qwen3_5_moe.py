@@ -5,12 +5,22 @@ Qwen Team, "Qwen3-Next" (2025), "Qwen3.5" (2026).
 
 from __future__ import annotations
 
-from gptserve.weights.config import Experts, ModelConfig, Router
+from gptserve.weights.config import Experts, GatedDelta, ModelConfig, Router
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source
 from gptserve.weights.families.mixtures import read_num_experts, with_mixtures
-from gptserve.weights.families.qwen3_5 import OF_LATER_TOKENS, qwen3_5_sources, read_qwen3_5_config
-from gptserve.weights.families.qwen_moe import SHARED
+from gptserve.weights.families.qwen3_5 import (
+    DELTA,
+    NAMES,
+    OF_LATER_TOKENS,
+    qwen3_5_sources,
+    read_qwen3_5_config,
+    with_attention,
+)
+from gptserve.weights.families.qwen_moe import SHARED, mixing_layers
+
+_FUSED = ("blocks.{}.delta_in", "blocks.{}.delta_gate", "blocks.{}.delta_rates")
+_next_others = layout.decoder({name: stored for name, stored in NAMES.items() if name not in _FUSED})
 
 
 def _read_qwen3_5(raw: RawConfig) -> ModelConfig:
@@ -19,6 +29,12 @@ def _read_qwen3_5(raw: RawConfig) -> ModelConfig:
     raw.forbid("norm_topk_prob", True, "transformers has no other for this model_type")
     config = read_qwen3_5_config(raw)
     return with_mixtures(config, *_read_experts(raw, config, num=256, num_active=8), lambda layer: True)
+
+
+def _read_next(raw: RawConfig) -> ModelConfig:
+    raw.default(num_key_value_heads=2)
+    config = read_qwen3_5_config(raw)
+    return with_mixtures(config, *_read_experts(raw, config, num=512, num_active=10), mixing_layers(raw))
 
 
 def _read_experts(raw: RawConfig, config: ModelConfig, *, num: int, num_active: int) -> tuple[Experts, int]:
@@ -35,6 +51,36 @@ def _read_experts(raw: RawConfig, config: ModelConfig, *, num: int, num_active: 
 
 def _qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
     return _with_experts(qwen3_5_sources(config), config)
+
+
+def _next_sources(config: ModelConfig) -> dict[str, Source]:
+    """Return all tensors; queries, keys, values and gates of each key head lie together in the file, as rates do."""
+    found = with_attention(_next_others(config), config)
+    for number, layer in enumerate(config.layers):
+        delta = layer.recurrence
+        if not isinstance(delta, GatedDelta):
+            continue
+        block, stored = f"blocks.{number}.delta_", DELTA.format(number)
+        num, hidden = delta.num_value_heads // delta.num_key_heads, config.hidden_size
+        values = num * delta.value_size
+        *inputs, gates = _parts_of_heads(delta, (delta.key_size, delta.key_size, values, values))
+        rates = [row for part in _parts_of_heads(delta, (num, num)) for row in part]
+        fused = [(f"{stored}in_proj_qkvz", delta.conv_width + delta.value_width)]
+        in_order = tuple(row for part in inputs for row in part)
+        found |= layout.linear(f"{block}in", fused, hidden, bias=False, row_order=in_order)
+        found |= layout.linear(f"{block}gate", fused, hidden, bias=False, row_order=tuple(gates))
+        fused = [(f"{stored}in_proj_ba", 2 * delta.num_value_heads)]
+        found |= layout.linear(f"{block}rates", fused, hidden, bias=False, row_order=tuple(rates))
+    return _with_experts(found, config)
+
+
+def _parts_of_heads(delta: GatedDelta, sizes: tuple[int, ...]) -> list[list[int]]:
+    """Return the rows of each part, which a matrix has key head by key head in these sizes."""
+    width, parts, start = sum(sizes), list[list[int]](), 0
+    for size in sizes:
+        parts.append([head * width + start + row for head in range(delta.num_key_heads) for row in range(size)])
+        start += size
+    return parts
 
 
 def _with_experts(found: dict[str, Source], config: ModelConfig) -> dict[str, Source]:
@@ -64,4 +110,7 @@ QWEN3_5_MOE = Family(
     _qwen3_5_sources,
     ignored=OF_LATER_TOKENS,
     models="Qwen3.5 with experts",
+)
+QWEN3_NEXT = Family(
+    "qwen3_next", _read_next, _next_sources, ignored=OF_LATER_TOKENS, models="Qwen3-Next, Qwen3-Coder-Next"
 )

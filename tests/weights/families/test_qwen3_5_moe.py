@@ -28,7 +28,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(Checkpoint(folder, load_config(folder)).stream(dtype=torch.float32, device="cpu"))
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5 with experts"])
+@pytest.mark.parametrize("name", ["Qwen3.5 with experts", "Qwen3-Next"])
 def test_each_layer_mixes_experts_and_has_shared_ones_with_a_gate(name: str, tmp_path: Path) -> None:
     config = load(tmp_path, name)
     experts = Experts(5, 2, Router(renormalised=True), num_shared=2, has_shared_gate=True)
@@ -70,7 +70,7 @@ def test_mixtures_that_are_not_computed_are_refused(
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5 with experts", "Qwen3.5 with experts that sees"])
+@pytest.mark.parametrize("name", ["Qwen3.5 with experts", "Qwen3.5 with experts that sees", "Qwen3-Next"])
 def test_experts_are_read_apart_and_in_one_tensor(name: str, tmp_path: Path) -> None:
     """transformers writes each apart, as files in FP8 have them; the published ones in BF16 have one tensor of all."""
     write_model(tmp_path, *SHAPES[name])
@@ -106,3 +106,11 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(InvalidCheckpointError, match=r"1 missing \(layers\.1\.mlp\.experts\.down_proj\)"):
         weights(tmp_path)
+
+
+def test_a_layer_of_qwen3_next_may_be_dense(tmp_path: Path) -> None:
+    config = load(tmp_path, "Qwen3-Next, a dense layer, weights of all")
+    first, last = config.layers
+    assert first.experts is not None
+    assert (first.experts.router, first.ffn_size) == (Router(renormalised=False), 32)
+    assert (last.experts, last.ffn_size) == (None, 96)
