@@ -23,7 +23,7 @@ WITH_IMAGES = (
     *("florence2", "fuyu", "git", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision"),
     *("granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics"),
     *("idefics2", "instructblip", "instructblipvideo", "internvl_chat", "janus", "kimi_k25"),
-    *("kimi_vl", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl", "lighton_ocr"),
+    *("kimi_vl", "kosmos-2", "kosmos-2.5", "lfm3_vl", "lighton_ocr"),
     *("llava_next_video", "minicpmv", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama"),
     *("molmo2", "musicflamingo", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "perception_lm"),
     *("phi4_multimodal", "phi4mm", "pix2struct", "pixtral", "qwen2_5_omni", "qwen2_audio", "qwen3_asr"),

@@ -67,6 +67,7 @@ _GEMMA4 = {
     "pad_token_id": 0,
 }
 _GEMMA4_DENSE = {**_GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+_LFM2 = {**_DEEP, "full_attn_idxs": [1, 3], "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3}
 _LFM2_MOE = {
     **_DEEP,
     "layer_types": ["conv", "full_attention"] * 2,
@@ -159,6 +160,14 @@ _GEMMA4S_EYES = {
     "position_embedding_size": 16,
 }
 _CLIP = {**_SEEING, "model_type": "clip_vision_model", "projection_dim": 32}
+_LFM2_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "num_patches": 16,
+}
 _QWENS_EYES = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
 
 
@@ -731,7 +740,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "LFM2": (
         "lfm2",
-        {**_DEEP, "full_attn_idxs": [1, 3], "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
+        _LFM2,
     ),
     "LFM2, attention first, as wide as it says": (
         "lfm2",
@@ -748,6 +757,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         {**_LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
     ),
+    "LFM2-VL": ("lfm2_vl", _with_vision({**_LFM2, "num_hidden_layers": 3}, _LFM2_EYES)),
     "Qwen3.5 that sees": (
         "qwen3_5",
         {

@@ -26,7 +26,9 @@ EMBEDS = {
     **dict.fromkeys(("smolvlm", "idefics3"), "model.text_model.embed_tokens.weight"),
     **dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model.embed_tokens.weight"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "model.language_model.embed_tokens.weight"),
-    **dict.fromkeys(("cohere2_vision", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.embed_tokens.weight"),
+    **dict.fromkeys(
+        ("cohere2_vision", "lfm2_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.embed_tokens.weight"
+    ),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "mpt", "exaone"), "transformer.wte.weight"),
 }
 HEADS = {

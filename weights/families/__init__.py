@@ -86,6 +86,7 @@ from gptserve.weights.families.stablelm import STABLELM
 from gptserve.weights.families.starcoder2 import STARCODER2
 from gptserve.weights.families.with_vision import (
     COHERE2_VISION,
+    LFM2_VL,
     MISTRAL3,
     QWEN2_5_VL,
     QWEN2_VL,
@@ -168,6 +169,7 @@ FAMILIES: dict[str, Family] = {
             QWEN2_5_VL,
             QWEN3_VL,
             QWEN3_VL_MOE,
+            LFM2_VL,
             QWEN3_5,
             QWEN3_5_MOE,
         ),

@@ -1,4 +1,4 @@
-"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3, Command A; llava.py has more.
+"""The text of models that also see: Gemma 3, Qwen2-VL to 3-VL, Mistral 3, LFM2-VL, Command A; llava.py has more.
 
 What sees is left out. Their text models are those of other families. config.json has their fields in `text_config`,
 where those that are absent have the defaults of transformers' class; older files of Qwen have them beside the others.
@@ -16,6 +16,7 @@ from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.cohere import COHERE2, COHERE2_MOE
 from gptserve.weights.families.family import Family, RawConfig
 from gptserve.weights.families.gemma import GEMMA3 as GEMMA3_TEXT
+from gptserve.weights.families.lfm2 import LFM2, LFM2_MOE
 from gptserve.weights.families.mistral import MINISTRAL3, MISTRAL
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.qwen3_5 import QWEN3_5 as QWEN3_5_TEXT
@@ -36,6 +37,9 @@ OF_IMAGES = (  # and of sound
         "vision_aspect_ratio",
         "vision_feature_select_strategy",
     ),
+    *("do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches", "max_pixels_tolerance"),
+    *("max_tiles", "min_image_tokens", "min_tiles", "projector_bias", "projector_hidden_size"),
+    *("projector_use_layernorm", "tile_size", "use_image_special_tokens", "use_thumbnail"),
 )
 OF_RESAMPLERS = ("perceiver_config", "pixel_shuffle_factor")
 """What text_config says of Idefics's eyes."""
@@ -218,6 +222,29 @@ QWEN3_5_MOE = text_of(
             "num_attention_heads": 16,
             "max_position_embeddings": 32_768,
         }
+    },
+)
+LFM2_VL = text_of(
+    "lfm2_vl",
+    LFM2,
+    LFM2_MOE,
+    models="LFM2-VL",
+    tied_head=True,
+    defaults_of={
+        "lfm2": {
+            "vocab_size": 65_536,
+            "hidden_size": 2560,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        "lfm2_moe": {
+            "vocab_size": 65_536,
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
     },
 )
 MISTRAL3 = text_of(

@@ -241,7 +241,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 SEEING = (
-    *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "llava"),
+    *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "lfm2_vl", "llava"),
     *("llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
     *("qwen3_5_moe", "smolvlm"),
 )

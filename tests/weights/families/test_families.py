@@ -448,7 +448,7 @@ def load_neo(folder: Path, **fields: Any) -> ModelConfig:
     [
         *("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"),
         *("qwen3_5_moe", "qwen3_vl_moe"),
-        *("aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm"),
+        *("aya_vision", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "llava_onevision", "smolvlm"),
     ],
 )
 def test_what_a_text_config_does_not_name_is_as_in_transformers(model_type: str, tmp_path: Path) -> None:
