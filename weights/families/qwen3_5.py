@@ -42,6 +42,9 @@ def read_qwen3_5_config(raw: RawConfig) -> ModelConfig:
     """Return the fields of Qwen3.5, which its mixtures share."""
     raw.default(head_dim=256, num_key_value_heads=4)
     raw.forbid("attention_bias", False, "its gates would have biases, too")
+    raw.forbid("attn_output_gate", True, "transformers has no other for this model_type")
+    raw.forbid("output_gate_type", "swish", "transformers has no other for this model_type")
+    raw.skip("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")
     config = with_rotary(raw, read_llama_config(raw, has_rotary=False), fraction=0.25)
     config = replace(config, qk_norm="head", norm_weight_offset=1.0, attention_gate="sigmoid")
     kinds = raw.strings("layer_types", _KINDS, length=config.num_layers)

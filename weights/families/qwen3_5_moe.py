@@ -26,6 +26,7 @@ _next_others = layout.decoder({name: stored for name, stored in NAMES.items() if
 def _read_qwen3_5(raw: RawConfig) -> ModelConfig:
     raw.default(num_key_value_heads=2)
     raw.default(intermediate_size=1, replaces_null=True)  # no layer has that
+    raw.forbid("mlp_only_layers", [], "transformers has no other for this model_type")
     raw.forbid("norm_topk_prob", True, "transformers has no other for this model_type")
     config = read_qwen3_5_config(raw)
     return with_mixtures(config, *_read_experts(raw, config, num=256, num_active=8), lambda layer: True)

@@ -16,6 +16,7 @@ from gptserve.weights.errors import InvalidCheckpointError, InvalidConfigError, 
 from gptserve.weights.families import load_config
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
+from tests.weights.families.known import KNOWN
 
 
 def load(folder: Path, name: str, **fields: Any) -> ModelConfig:
@@ -44,6 +45,22 @@ def test_each_layer_mixes_experts_and_has_shared_ones_with_a_gate(name: str, tmp
             {"norm_topk_prob": False},
             UnsupportedModelError,
             "config.json: norm_topk_prob must be true, got False: transformers has no other for this model_type",
+        ),
+        (
+            {"mlp_only_layers": [0]},
+            UnsupportedModelError,
+            "config.json: mlp_only_layers must be [], got [0]: transformers has no other for this model_type",
+        ),
+        (
+            {"attn_output_gate": False},
+            UnsupportedModelError,
+            "config.json: attn_output_gate must be true, got False: transformers has no other for this model_type",
+        ),
+        (
+            {"output_gate_type": "sigmoid"},
+            UnsupportedModelError,
+            "config.json: output_gate_type must be \"swish\", got 'sigmoid': transformers has no other for this "
+            "model_type",
         ),
         (
             {"shared_expert_intermediate_size": 48},
@@ -106,6 +123,16 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(InvalidCheckpointError, match=r"1 missing \(layers\.1\.mlp\.experts\.down_proj\)"):
         weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-35B-A3B", "Qwen3.5-122B-A10B"])
+def test_all_keys_of_published_files_are_known(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN[name][0]))
+    config = load_config(tmp_path, "refuse")
+    assert [layer.recurrence is None for layer in config.layers[:4]] == [False] * 3 + [True]
+    assert config.layers[3].rotary is not None
+    assert config.layers[3].rotary.inv_freqs[:2] == (1.0, 1e7 ** (-2 / 64))
+    assert config.eos_token_ids == (248_044,)
 
 
 def test_a_layer_of_qwen3_next_may_be_dense(tmp_path: Path) -> None:
