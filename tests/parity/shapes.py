@@ -68,6 +68,7 @@ _GEMMA4 = {
 }
 _GEMMA4_DENSE = {**_GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
 _LFM2 = {**_DEEP, "full_attn_idxs": [1, 3], "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3}
+_LFM3 = {**_DEEP, "sliding_window": 12, "pad_token_id": None}
 _LFM2_MOE = {
     **_DEEP,
     "layer_types": ["conv", "full_attention"] * 2,
@@ -756,6 +757,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2 with experts, scores as they are": (
         "lfm2_moe",
         {**_LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
+    ),
+    "LFM3, past its window": ("lfm3", {**_LFM3, "num_hidden_layers": 6, "head_dim": 24}),
+    "LFM3, neither gates nor norms behind": (
+        "lfm3",
+        {
+            **_LFM3,
+            "head_dim": 16,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "tie_word_embeddings": False,
+        },
     ),
     "LFM2-VL": ("lfm2_vl", _with_vision({**_LFM2, "num_hidden_layers": 3}, _LFM2_EYES)),
     "Qwen3.5 that sees": (

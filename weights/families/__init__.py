@@ -50,6 +50,7 @@ from gptserve.weights.families.hyperclovax import HYPERCLOVAX
 from gptserve.weights.families.internlm3 import INTERNLM3, IQUESTCODER
 from gptserve.weights.families.jais2 import JAIS2
 from gptserve.weights.families.lfm2 import LFM2, LFM2_MOE
+from gptserve.weights.families.lfm3 import LFM3
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.llava import (
     AYA_VISION,
@@ -120,6 +121,7 @@ FAMILIES: dict[str, Family] = {
             QWEN3_5_MOE_TEXT,
             LFM2,
             LFM2_MOE,
+            LFM3,
             PHI,
             PHI3,
             GEMMA,

@@ -16,11 +16,11 @@ from gptserve.weights.families.mixtures import read_num_experts, with_mixtures
 from gptserve.weights.families.rotary import with_rotary
 
 _KINDS = ("conv", "full_attention")
-_MAX_CONV_SIZE = 64
+MAX_CONV_SIZE = 64
 _SUM_OFFSET = 1e-6
 _LAYER = "layers.{}."
 _FFN = f"{_LAYER}feed_forward."
-_NAMES: layout.Names = {
+NAMES: layout.Names = {
     **EMBED,
     "blocks.{}.attn_norm": f"{_LAYER}operator_norm",
     "blocks.{}.ffn_norm": f"{_LAYER}ffn_norm",
@@ -80,7 +80,7 @@ def _read(raw: RawConfig, width: str, attending: Sequence[int] | None) -> ModelC
     for name, value in (always | of_early_files | sizes).items():
         raw.forbid(name, value, "no other is computed")
     raw.skip("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
-    convolution = ShortConvolution(hidden, raw.size("conv_L_cache", default=3, limit=_MAX_CONV_SIZE))
+    convolution = ShortConvolution(hidden, raw.size("conv_L_cache", default=3, limit=MAX_CONV_SIZE))
     kinds = raw.strings("layer_types", _KINDS, length=config.num_layers)
 
     def layer_of(number: int, layer: LayerConfig) -> LayerConfig:
@@ -115,7 +115,7 @@ def _adjusted(raw: RawConfig, width: int) -> int:
     return found
 
 
-_dense = layout.decoder(_NAMES)
+_dense = layout.decoder(NAMES)
 _mixed = layout.with_experts(
     _dense,
     f"{_FFN}gate",

@@ -50,6 +50,7 @@ UNSPLIT = {
             *("Qwen3.5", "Qwen3.5, attention first, tied", "Qwen3.5 that sees", "Qwen3.5 with experts"),
             *("Qwen3.5 with experts that sees", "Qwen3-Next", "Qwen3-Next, a dense layer, weights of all"),
             *("LFM2", "LFM2, attention first, as wide as it says", "LFM2-VL"),
+            *("LFM3, past its window", "LFM3, neither gates nor norms behind"),
             *("LFM2 with experts", "LFM2 with experts, scores as they are"),
         ),
         "its layers that keep a state are not split",
