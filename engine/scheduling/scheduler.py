@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, eq
 
-from gptserve.engine.pooling import AnyRequest, PoolingRequest
+from gptserve.engine.pooling import AnyRequest
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.block_pool import BlockPool
@@ -147,7 +147,7 @@ class Scheduler:
 
     def fail(self, sequence: SequenceState) -> None:
         """End a running sequence whose numbers are not finite; its blocks are shared no more."""
-        self._pool.forget(sequence.block_ids)
+        self._blocks.forget(sequence)
         self._end(sequence, FinishReason.ERROR)
 
     def schedule(self) -> ScheduledBatch:
@@ -295,8 +295,7 @@ class Scheduler:
         self._schedule_tokens(suspect, items, Budget(self._max_num_batched_tokens))
 
     def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget, *, fillers: bool) -> None:
-        while self._waiting and budget.has_room_for(self._waiting[0].num_uncomputed):
-            sequence = self._waiting[0]
+        while (sequence := self._blocks.first_ready(self._waiting)) and budget.has_room_for(sequence.num_uncomputed):
             if sequence.request.is_filler is not fillers or not self._admit_before_fillers(sequence):
                 break
             self._schedule_tokens(sequence, items, budget)
@@ -313,7 +312,7 @@ class Scheduler:
         """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
         if len(self._running) == self._max_num_seqs:
             return False
-        use_cache = self._can_use_cache(sequence)
+        use_cache = self._pool.enable_prefix_caching and not sequence.reads_whole_prompt
         if not self._blocks.allocate(sequence, use_cache=use_cache):
             return False
         self._waiting.remove(sequence)
@@ -330,13 +329,6 @@ class Scheduler:
         """Whether the first that waits may take the slot and blocks of the last one that runs: it alone is a filler."""
         ends = [*self._waiting[:1], *self._running[-1:]]
         return [sequence.request.is_filler for sequence in ends] == [False, True]
-
-    def _can_use_cache(self, sequence: SequenceState) -> bool:
-        """Whether prefix hits are allowed: not while all logits or states of the prompt are wanted."""
-        params, request = sequence.sampling.params, sequence.request
-        wants_logits = params.prompt_logprobs is not None and sequence.num_generated == 0
-        wants_states = isinstance(request, PoolingRequest) and request.reads_whole_prompt
-        return self._pool.enable_prefix_caching and not (wants_logits or wants_states)
 
     def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: Budget) -> None:
         """Schedule tokens of a sequence that has its blocks, within the budget."""

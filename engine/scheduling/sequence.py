@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gptserve.engine.blame import NO_BLAME, Blame
 from gptserve.engine.grammar.matcher import Matcher
-from gptserve.engine.pooling import NOTHING_SAMPLED, AnyRequest
+from gptserve.engine.pooling import NOTHING_SAMPLED, AnyRequest, PoolingRequest
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.sampling.choice import SamplingState
 from gptserve.engine.scheduling.state_pool import HeldState
@@ -98,6 +98,12 @@ class SequenceState:
     def num_uncomputed(self) -> int:
         """How many known tokens have no keys and values yet."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether all logits or states of the prompt are wanted, so that none of it may come from the prefix cache."""
+        wants_logits = self.sampling.params.prompt_logprobs is not None and self.num_generated == 0
+        return wants_logits or (isinstance(self.request, PoolingRequest) and self.request.reads_whole_prompt)
 
     @property
     def may_have_run(self) -> bool:

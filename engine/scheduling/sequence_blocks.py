@@ -6,7 +6,7 @@ Scheduler calls it and decides which sequence gets blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gptserve.engine.scheduling.block_pool import BlockPool
@@ -53,10 +53,12 @@ class SequenceBlocks:
         if use_cache and self._is_still_refused(sequence):
             return False
         matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if use_cache else []
+        return self._take_blocks(sequence, matched)
+
+    def _take_blocks(self, sequence: SequenceState, matched: Sequence[int]) -> bool:
+        """Give a sequence these blocks, which are computed, and the others it needs; False if too few are free."""
         block_ids = self._pool.allocate(self.num_needed(sequence) - len(matched), matched)
         if block_ids is None:
-            if not use_cache:
-                return False
             num_held = sum(self._pool.num_references[block_id] > 0 for block_id in matched)
             num_lacking = self.num_needed(sequence) - num_held
             self._refusal = _Refusal(sequence.arrival, len(sequence.token_ids), num_lacking, self._pool.num_offers)
@@ -65,6 +67,10 @@ class SequenceBlocks:
         sequence.block_ids.extend(block_ids)
         sequence.num_computed = len(matched) * self.block_size
         return True
+
+    def first_ready(self, waiting: Sequence[SequenceState]) -> SequenceState | None:
+        """Return the first of those that wait whose turn it is; None if there is none."""
+        return waiting[0] if waiting else None
 
     def num_schedulable(self, sequence: SequenceState) -> int:
         """Return how many of a sequence's uncomputed tokens one step may compute."""
@@ -108,6 +114,10 @@ class SequenceBlocks:
         """Free all blocks of a sequence."""
         self._pool.free(sequence.block_ids)
         del sequence.block_ids[:]
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Make all blocks of a sequence unfindable, as their content cannot be trusted."""
+        self._pool.forget(sequence.block_ids)
 
     def register(self, sequence: SequenceState, start: int, end: int) -> None:
         """Make the blocks findable that known tokens at positions [start, end) complete.

@@ -8,7 +8,7 @@ StatefulBlocks calls it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gptserve.engine.scheduling.block_pool import PrefixId
@@ -31,7 +31,7 @@ class HeldState:
 class StatePool:
     """A slot is held by a sequence, keeps a prefix's state, or is blank.
 
-    New ones come from the blank ones, then from those that keep, least recently used first. But one that `find` has
+    New ones come from the blank ones, then from those that keep, least recently used first. But one that `read` has
     returned is read by the step that is planned, and until the next `begin_step` nobody gets it.
     """
 
@@ -56,31 +56,46 @@ class StatePool:
         """Let the slots go that the step before has read."""
         self._read.clear()
 
-    def take(self) -> int | None:
-        """Return a slot for a sequence, whose content is undefined; None if there is none."""
+    @property
+    def can_take(self) -> bool:
+        """Whether `take` would return a slot."""
+        return bool(self._blank) or any(prefix not in self._read for prefix in self._kept)
+
+    def take(self, besides: PrefixId | None = None) -> int | None:
+        """Return a slot for a sequence, whose content is undefined; None if there is none.
+
+        Where none is left but that of the prefix `besides`, it is that one, with the state, which is kept no longer.
+        """
         if self._blank:
             return self._blank.pop()
         for prefix in self._kept:
-            if prefix not in self._read:
+            if prefix not in self._read and prefix != besides:
                 return self._kept.pop(prefix)
-        return None
+        return self._kept.pop(besides) if besides is not None and besides not in self._read else None
 
     def give_back(self, slot: int) -> None:
         """Take back the slot of a sequence."""
         self._blank.append(slot)
 
-    def find(self, prefixes: Sequence[PrefixId]) -> tuple[int, int] | None:
-        """Return how many blocks the longest of these prefixes has whose state is kept, and its slot.
+    def find(self, prefixes: Sequence[PrefixId]) -> int:
+        """Return how many blocks the longest of these prefixes has whose state is kept, 0 if none is.
 
         The prefixes are of 1, 2 and more blocks.
         """
-        for num in range(len(prefixes), 0, -1):
-            slot = self._kept.get(prefixes[num - 1])
-            if slot is not None:
-                self._kept.move_to_end(prefixes[num - 1])
-                self._read.add(prefixes[num - 1])
-                return num, slot
-        return None
+        return next((num for num in range(len(prefixes), 0, -1) if prefixes[num - 1] in self._kept), 0)
+
+    def read(self, prefix: PrefixId) -> int:
+        """Return the slot of a state that `find` has found, and which the step that is planned reads."""
+        self._kept.move_to_end(prefix)
+        self._read.add(prefix)
+        return self._kept[prefix]
+
+    def forget(self, prefixes: Iterable[PrefixId]) -> None:
+        """Drop the states after these prefixes, as they cannot be trusted."""
+        dropped = set(prefixes)
+        self._blank += [self._kept.pop(prefix) for prefix in dropped & self._kept.keys()]
+        self._blank += [slot for prefix, slot in self._written if prefix in dropped]
+        self._written = [(prefix, slot) for prefix, slot in self._written if prefix not in dropped]
 
     def keep(self, prefix: PrefixId) -> int | None:
         """Return the slot to which the step that is planned is to copy the state after a prefix.

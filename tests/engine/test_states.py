@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import Request
 from gptserve.engine.runner.state_memory import check_states, plan_states, state_bytes
+from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.engine.test_coded import logprobs
@@ -167,3 +169,13 @@ def test_no_gpu_computes_states(folder: Path) -> None:
         f"device is cuda, but a {model.model_type} has layers that keep a state, which only a CPU computes so far: set "
         "device to cpu"
     )
+
+
+def test_a_model_without_attention_is_refused(folder: Path, tmp_path: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (stateful,) = set(fields["layer_types"]) - {"full_attention"}
+    fields["layer_types"] = [stateful] * len(fields["layer_types"])
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError) as error:
+        load_config(tmp_path)
+    assert str(error.value) == "config.json: no layer attends to tokens, and states alone are not computed"

@@ -242,6 +242,8 @@ def load_config(folder: Path, doubtful_keys: DoubtfulKeys = "accept") -> ModelCo
     """
     raw, family = open_config(folder)
     config = family.read_config(raw)
+    if not any(layer.num_kv_heads for layer in config.distinct_layers):
+        raise UnsupportedModelError("config.json: no layer attends to tokens, and states alone are not computed")
     path = folder / "generation_config.json"
     generation = RawConfig(read_json_object(path, InvalidConfigError, required=False), path.name)
     eos_token_ids = config.eos_token_ids + raw.token_ids("eos_token_id", config.vocab_size)

@@ -79,19 +79,26 @@ def qwen3_5_sources(config: ModelConfig) -> dict[str, Source]:
 
 def with_attention(found: dict[str, Source], config: ModelConfig) -> dict[str, Source]:
     """Return `found` with queries, keys, values and gates; a query head and its gate lie side by side in the file."""
+    orders = {layer: _gated_orders(layer) for layer in config.distinct_layers}
     for number, layer in enumerate(config.layers):
         if layer.recurrence is not None:
             continue
-        block, stored, size = f"blocks.{number}.", _ATTENTION.format(number), layer.head_size
+        block, stored = f"blocks.{number}.", _ATTENTION.format(number)
         queries = (f"{stored}q_proj", 2 * layer.q_size)
-        heads = range(0, 2 * layer.q_size, 2 * size)
-        of_queries, of_gates = (tuple(head + start + i for head in heads for i in range(size)) for start in (0, size))
-        of_others = range(2 * layer.q_size, 2 * layer.q_size + 2 * layer.kv_size)
+        of_qkv, of_gates = orders[layer]
         parts = [queries, (f"{stored}k_proj", layer.kv_size), (f"{stored}v_proj", layer.kv_size)]
         hidden = config.hidden_size
-        found |= layout.linear(f"{block}qkv", parts, hidden, bias=False, row_order=(*of_queries, *of_others))
+        found |= layout.linear(f"{block}qkv", parts, hidden, bias=False, row_order=of_qkv)
         found |= layout.linear(f"{block}attn_gate", [queries], hidden, bias=False, row_order=of_gates)
     return layout.in_order(found)
+
+
+def _gated_orders(layer: LayerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the row orders of queries, keys and values, and of gates: each follows the query of its head."""
+    size, num = layer.head_size, 2 * layer.q_size
+    heads = range(0, num, 2 * size) if num else ()
+    of_queries, of_gates = (tuple(head + start + i for head in heads for i in range(size)) for start in (0, size))
+    return (*of_queries, *range(num, num + 2 * layer.kv_size)), of_gates
 
 
 OF_LATER_TOKENS = rf"{IGNORED}|mtp\..*"

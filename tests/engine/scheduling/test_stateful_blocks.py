@@ -34,8 +34,17 @@ class Simulated:
         self.slots: dict[int, list[int]] = {}
         self.ended: list[str] = []
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 3) -> None:
-        self.scheduler.add(Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0), seed=0))
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 3,
+        *,
+        is_filler: bool = False,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, prompt_logprobs=prompt_logprobs)
+        self.scheduler.add(Request(name, tuple(prompt), params, seed=0, is_filler=is_filler))
 
     def step(self, *, fails: bool = False, token: int = 1) -> ScheduledBatch:
         """Compute a step, which may fail after it has written anything."""
@@ -116,6 +125,43 @@ def test_a_prompt_waits_for_the_state_of_an_equal_one_that_is_computed() -> None
     simulated.assert_all_are_free()
 
 
+def test_others_pass_one_that_waits() -> None:
+    simulated = Simulated(num_states=12, max_num_batched_tokens=24)
+    for name in ("first", "second"):
+        simulated.add(name, list(range(22)))
+    simulated.add("third", [7] * 2)
+    batch = simulated.step()
+    assert [item.sequence.request.request_id for item in batch.items] == ["first", "third"]
+    simulated.run()
+    assert cached(simulated) == 20
+
+
+def test_nobody_is_preempted_for_one_that_waits() -> None:
+    simulated = Simulated(num_states=14, max_num_batched_tokens=8)
+    for number in range(2):
+        simulated.add(f"filler {number}", [50 + number] * 5, max_tokens=30, is_filler=True)
+        simulated.step()
+    for name in ("first", "second"):
+        simulated.add(name, list(range(30)))
+        simulated.step()
+    assert (simulated.scheduler.num_running, simulated.scheduler.num_waiting) == (3, 1)
+    simulated.run()
+    assert simulated.scheduler.stats.num_preemptions == 0
+    assert cached(simulated) == 28
+
+
+def test_a_prompt_that_may_come_from_no_cache_neither_keeps_nor_waits() -> None:
+    simulated = Simulated(num_states=14, max_num_batched_tokens=24)
+    for name in ("first", "second"):
+        simulated.add(name, list(range(30)), prompt_logprobs=1)
+    simulated.add("third", list(range(30)))
+    for _ in range(3):
+        simulated.step()
+    assert simulated.scheduler.num_running == 3
+    simulated.run()
+    assert (cached(simulated), simulated.states.num_kept) == (0, 1)
+
+
 def test_a_prompt_waits_for_no_state_that_spares_it_less_than_half() -> None:
     simulated = Simulated(num_states=12, max_num_batched_tokens=40)
     simulated.add("short", list(range(9)))
@@ -150,14 +196,25 @@ def test_a_slot_that_a_step_reads_is_given_to_nobody_in_it() -> None:
     states = StatePool(NUM_RESERVED + 2)
     slot = states.keep(7)
     assert slot is not None
-    assert states.find([7]) is None, "the step that writes it has not ended"
+    assert states.find([7]) == 0, "the step that writes it has not ended"
     states.count_written()
-    assert states.find([3, 7]) == (2, slot)
+    assert states.find([3, 7]) == 2
+    assert states.read(7) == slot
     assert states.take() not in (None, slot)
-    assert states.take() is None
+    assert (states.can_take, states.take(), states.take(besides=7)) == (False, None, None)
     states.begin_step()
+    assert states.can_take
     assert states.take() == slot
-    assert states.find([7]) is None
+    assert states.find([7]) == 0
+
+
+def test_a_sequence_takes_over_the_only_slot_that_is_left() -> None:
+    states = StatePool(NUM_RESERVED + 2)
+    slots = [states.keep(prefix) for prefix in (1, 2)]
+    states.count_written()
+    assert states.take(besides=1) == slots[1]
+    assert states.take(besides=1) == slots[0]
+    assert states.num_kept == 0
 
 
 def test_states_are_evicted_least_recently_used_first() -> None:
@@ -167,11 +224,34 @@ def test_states_are_evicted_least_recently_used_first() -> None:
     assert states.keep(1) is None, "it is about to be kept"
     states.count_written()
     assert states.keep(2) is None, "it is kept"
-    assert states.find([1]) is not None
+    states.read(1)
     states.begin_step()
     assert [states.take() is not None for _ in range(2)] == [True, True]
-    assert (states.find([2]), states.find([3])) == (None, None)
-    assert states.find([1]) is not None
+    assert [states.find([prefix]) for prefix in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_states_that_cannot_be_trusted_are_dropped() -> None:
+    states = StatePool(NUM_RESERVED + 3)
+    states.keep(1)
+    states.count_written()
+    states.keep(2)
+    states.forget([1, 2, 5])
+    states.count_written()
+    assert (states.num_kept, states.num_blank) == (0, 3)
+
+
+def test_what_was_kept_of_a_sequence_that_fails_is_not_found() -> None:
+    simulated = Simulated(num_states=8)
+    for name in ("first", "second"):  # the second one's own blocks have twins that others may still find
+        simulated.add(name, [*range(9), *[ord(name[0])] * 9])
+        if name == "first":
+            simulated.run()
+    batch = simulated.step()
+    batch = simulated.step()
+    assert simulated.states.num_kept == 3
+    simulated.scheduler.fail(batch.items[0].sequence)
+    assert simulated.states.num_kept == 1
+    simulated.assert_all_are_free()
 
 
 def test_a_state_of_a_failed_step_is_not_found() -> None:
@@ -209,7 +289,10 @@ def test_each_step_goes_on_from_all_tokens_before_in_random_service(seed: int) -
     for number in range(60):
         if draw.random() < 0.5:
             tail = [draw.randrange(5) for _ in range(draw.randrange(1, 6))]
-            simulated.add(f"{number}", [*text[: draw.randrange(28)], *tail], max_tokens=draw.randrange(1, 12))
+            prompt, is_filler = [*text[: draw.randrange(28)], *tail], draw.random() < 0.2
+            wanted = 1 if draw.random() < 0.1 else None
+            max_tokens = draw.randrange(1, 12)
+            simulated.add(f"{number}", prompt, max_tokens, is_filler=is_filler, prompt_logprobs=wanted)
             live.append(f"{number}")
         if live and draw.random() < 0.1:
             aborted = simulated.scheduler.abort(draw.choice(live))

@@ -59,38 +59,51 @@ struct StateJob {
     const Operation& op;
     const StateOperations* operations;
     int64_t num_parts, part_size, width;  // of the channels of a sequence, or of the columns of a head
+    int64_t num, per_chunk;               // parts of all sequences and heads, in order, and how many a chunk has
 };
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-void convolve_part(void* shared, int64_t chunk) {
+void convolve_parts(void* shared, int64_t chunk) {
     const StateJob& job = *(const StateJob*)shared;
-    const int64_t from = chunk % job.num_parts * job.part_size, end = least(job.width, from + job.part_size);
-    for (int64_t first = from; first < end; first += 16)
-        job.operations->convolve(job.op, job.program, job.step, chunk / job.num_parts, first, least(16, end - first));
+    for (int64_t i = chunk * job.per_chunk; i < least(job.num, (chunk + 1) * job.per_chunk); i++) {
+        const int64_t from = i % job.num_parts * job.part_size, end = least(job.width, from + job.part_size);
+        for (int64_t first = from; first < end; first += 16)
+            job.operations->convolve(job.op, job.program, job.step, i / job.num_parts, first, least(16, end - first));
+    }
 }
 
-void recur_part(void* shared, int64_t chunk) {
+void recur_parts(void* shared, int64_t chunk) {
     const StateJob& job = *(const StateJob*)shared;
-    const int64_t num_heads = ((const Delta*)job.op.data)->num_value_heads, number = chunk / job.num_parts;
-    const int64_t from = chunk % job.num_parts * job.part_size, end = least(job.width, from + job.part_size);
-    for (int64_t first = from; first < end; first += COLUMNS_AT_ONCE)
-        job.operations->recur(job.op, job.program, job.step, number / num_heads, number % num_heads, first,
-                              least(COLUMNS_AT_ONCE, end - first));
+    const int64_t num_heads = ((const Delta*)job.op.data)->num_value_heads;
+    for (int64_t i = chunk * job.per_chunk; i < least(job.num, (chunk + 1) * job.per_chunk); i++) {
+        const int64_t from = i % job.num_parts * job.part_size, end = least(job.width, from + job.part_size);
+        const int64_t number = i / job.num_parts;
+        for (int64_t first = from; first < end; first += COLUMNS_AT_ONCE)
+            job.operations->recur(job.op, job.program, job.step, number / num_heads, number % num_heads, first,
+                                  least(COLUMNS_AT_ONCE, end - first));
+    }
+}
+
+void run_parts(void (*compute)(void*, int64_t), StateJob& job) {
+    job.per_chunk = job.num / MAX_CHUNKS + 1;
+    run_chunks(compute, &job, (job.num + job.per_chunk - 1) / job.per_chunk, num_threads());
 }
 
 }  // namespace
 
 void convolve(const Program& program, const Step& step, const Operation& op) {
     const int64_t width = program.buffers[op.out].width, num_parts = (width + CHANNELS - 1) / CHANNELS;
-    StateJob job = {program, step, op, state_operations(program), num_parts, CHANNELS, width};
-    run_chunks(convolve_part, &job, step.batch->num_seqs * num_parts, num_threads());
+    StateJob job = {program, step, op, state_operations(program), num_parts, CHANNELS, width,
+                    step.batch->num_seqs * num_parts, 1};
+    run_parts(convolve_parts, job);
 }
 
 void recur(const Program& program, const Step& step, const Operation& op) {
     const Delta& d = *(const Delta*)op.data;
     const int64_t size = step.num_rows < MANY_ROWS * step.batch->num_seqs ? d.value_size : COLUMNS_AT_ONCE;
     const int64_t num_parts = (d.value_size + size - 1) / size;
-    StateJob job = {program, step, op, state_operations(program), num_parts, size, d.value_size};
-    run_chunks(recur_part, &job, step.batch->num_seqs * d.num_value_heads * num_parts, num_threads());
+    StateJob job = {program, step, op, state_operations(program), num_parts, size, d.value_size,
+                    step.batch->num_seqs * d.num_value_heads * num_parts, 1};
+    run_parts(recur_parts, job);
 }

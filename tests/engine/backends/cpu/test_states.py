@@ -40,6 +40,7 @@ class Layer:
     delta: GatedDelta
     dtype: torch.dtype
     variant: native.Variant | None = None
+    num_slots: int = NUM_SLOTS
     state: State = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Layer:
         delta = self.delta
         self.factors_SC = torch.randn(delta.conv_size, delta.conv_width)
         self.decay_H, self.step_H = torch.rand(delta.num_value_heads) * 4, torch.randn(delta.num_value_heads)
-        state = make_state(delta, NUM_SLOTS, torch.device("cpu"))
+        state = make_state(delta, self.num_slots, torch.device("cpu"))
         assert state is not None
         self.state = State(*(torch.full_like(its, torch.nan) for its in state))  # nobody may read it
 
@@ -260,3 +261,15 @@ def test_inputs_of_a_gated_convolution_are_kept_after_a_row_and_read_again(
         assert torch.equal(layer.run(inputs[kept_row + 1 :], [StatePlace(2, 4)], [num]), whole[kept_row + 1 :])
     assert torch.equal(layer.latest_NSC[4], kept)
     assert torch.equal(layer.latest_NSC[2 if num else 4], layer.latest_NSC[0])
+
+
+def test_any_number_of_heads_and_sequences_is_computed() -> None:
+    """More of them than the team takes chunks."""
+    num = 18
+    delta = GatedDelta(1, 4096, 8, 8, 2)
+    layer = Layer(delta, torch.float32, num_slots=num)
+    inputs, rates = layer.rows(1)
+    places = [StatePlace(slot, -1) for slot in range(num)]
+    _, out = layer.run(inputs.repeat(num, 1), rates.repeat(num, 1), places, [1] * num)
+    assert torch.equal(out, out[:1].expand(num, -1))
+    assert torch.allclose(out[0], layer.expected(inputs, rates)[1][0], rtol=1e-4, atol=1e-5)
