@@ -144,12 +144,17 @@ def test_what_products_read_is_in_fp32_if_all_weights_are_integers(
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("shape", [WITH_EXPERTS, pytest.param("GLM 4.5, in groups", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [("float32", None, 5e-4), ("float32", "int8", 5e-3), ("bfloat16", None, 0.05), ("bfloat16", "int8", 0.05)],
+)
 def test_a_program_mixes_experts_as_torch_does(
-    quantization: str | None, dtype: str, tolerance: float, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, quantization: str | None, tolerance: float, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steps of one row, and of many; the logprobs of other prompts differ by far more."""
+    """In steps of one row, and of many; the logprobs of other prompts differ by far more.
+
+    In int8 the last bits of a row decide to which code a number of it is rounded.
+    """
     write_model(tmp_path, *SHAPES[shape])
     by_program, by_torch = logprobs_of_both(tmp_path, monkeypatch, dtype=dtype, quantization=quantization)
     assert (by_program - by_torch).abs().mean() < tolerance < 0.5 < (by_program - by_torch.roll(1)).abs().mean()
