@@ -878,3 +878,5 @@ UNLIKE = frozenset(
     )
 )
 """Shapes that have each kind of part between them, for what depends on the parts and not on the files of a family."""
+WITH_STATES = {name for name, (kind, _) in SHAPES.items() if kind.startswith(("lfm", "qwen3_5", "qwen3_next"))}
+"""Those whose layers keep states, which only a CPU computes."""

@@ -32,7 +32,8 @@ def read(name: str) -> ModelConfig:
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_number_of_a_published_model_has_one_rank_or_is_shared_by_rule(name: str) -> None:
     config, size = read(name), 2
-    if config.layers[0].num_heads % size or config.qk_norm == "projection" or config.layer_input_size:
+    is_whole = config.layers[0].recurrence is not None or config.qk_norm == "projection" or config.layer_input_size
+    if is_whole or config.layers[0].num_heads % size:
         with pytest.raises(UnsupportedModelError):
             Share(0, size).of_config(config)
         return
