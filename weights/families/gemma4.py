@@ -165,11 +165,7 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
         block, stored = f"blocks.{number}.", f"layers.{number}."
         found |= layout.linear(f"{block}router", [(f"{stored}router.proj", num)], hidden, bias=False)
         found[f"{block}router.factors"] = Source(((f"{stored}router.per_expert_scale", (num,)),), is_wide=True)
-        up = ((f"{stored}experts.gate_up_proj", (num, 2 * ffn, hidden)),)
-        down = ((f"{stored}experts.down_proj", (num, hidden, ffn)),)
-        for e in range(num):
-            found[f"{block}experts.{e}.ffn_up.weight"] = Source(up, entry=e)
-            found[f"{block}experts.{e}.ffn_down.weight"] = Source(down, entry=e)
+        found |= layout.joined_experts(number, num, f"{stored}experts.", hidden, ffn)
     return layout.in_order(found)
 
 

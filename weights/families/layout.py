@@ -250,6 +250,23 @@ def shared_experts(shared: Shared, number: int, layer: LayerConfig, hidden: int)
     return found
 
 
+def joined_experts(
+    number: int, experts: int, stored: str, hidden: int, ffn: int, *, transpose: bool = False
+) -> dict[str, Source]:
+    """Return the experts of a layer that the file has in two tensors, [experts, out, in] or, transposed, [.., in, out].
+
+    `stored` is their name without `gate_up_proj`, whose gates come before ups, and `down_proj`.
+    """
+    shapes = {"gate_up_proj": (2 * ffn, hidden), "down_proj": (hidden, ffn)}
+    of_file = {name: shape[::-1] if transpose else shape for name, shape in shapes.items()}
+    up, down = (((f"{stored}{name}", (experts, *shape)),) for name, shape in of_file.items())
+    found = dict[str, Source]()
+    for e in range(experts):
+        found[f"blocks.{number}.experts.{e}.ffn_up.weight"] = Source(up, transpose=transpose, entry=e)
+        found[f"blocks.{number}.experts.{e}.ffn_down.weight"] = Source(down, transpose=transpose, entry=e)
+    return found
+
+
 def in_order(sources: dict[str, Source]) -> dict[str, Source]:
     """Return sources in the order in which a decoder takes them, block by block."""
     return dict(sorted(sources.items(), key=lambda entry: _place(entry[0])))

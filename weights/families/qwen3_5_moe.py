@@ -96,11 +96,7 @@ def _with_experts(found: dict[str, Source], config: ModelConfig) -> dict[str, So
         block, stored = f"blocks.{number}.", f"layers.{number}.mlp."
         rows = [(f"{stored}gate", num), (SHARED.gate.format(number), 1)]
         found |= layout.linear(f"{block}router", rows, hidden, bias=False)
-        up = ((f"{stored}experts.gate_up_proj", (num, 2 * ffn, hidden)),)
-        down = ((f"{stored}experts.down_proj", (num, hidden, ffn)),)
-        for e in range(num):
-            found[f"{block}experts.{e}.ffn_up.weight"] = Source(up, entry=e)
-            found[f"{block}experts.{e}.ffn_down.weight"] = Source(down, entry=e)
+        found |= layout.joined_experts(number, num, f"{stored}experts.", hidden, ffn)
         found |= layout.shared_experts(SHARED, number, layer, hidden)
     return layout.in_order(found)
 

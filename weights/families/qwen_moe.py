@@ -95,11 +95,7 @@ def _qwen3_vl_sources(config: ModelConfig) -> dict[str, Source]:
         num, hidden, ffn = layer.experts.num, config.hidden_size, layer.ffn_size
         block, stored = f"blocks.{number}.", f"layers.{number}.mlp."
         found |= layout.linear(f"{block}router", [(f"{stored}gate", num)], hidden, bias=False)
-        up = ((f"{stored}experts.gate_up_proj", (num, hidden, 2 * ffn)),)
-        down = ((f"{stored}experts.down_proj", (num, ffn, hidden)),)
-        for e in range(num):
-            found[f"{block}experts.{e}.ffn_up.weight"] = Source(up, transpose=True, entry=e)
-            found[f"{block}experts.{e}.ffn_down.weight"] = Source(down, transpose=True, entry=e)
+        found |= layout.joined_experts(number, num, f"{stored}experts.", hidden, ffn, transpose=True)
     return layout.in_order(found)
 
 
