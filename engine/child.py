@@ -9,8 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkProcess, SpawnProcess
 
 from gptserve.engine.errors import DeathKind
 
@@ -26,10 +25,13 @@ RANK_DIED = 64
 MAX_RANKS = 64  # no machine has as many GPUs; greater codes are of others, such as 255
 
 
-def start_deaf(process: SpawnProcess) -> None:
+def start_deaf(process: SpawnProcess | ForkProcess) -> None:
     """Start `process` with SIGINT and SIGTERM blocked for its whole life."""
     signals = {signal.SIGINT, signal.SIGTERM}
-    resource_tracker.ensure_running()  # otherwise `start` does it, which unblocks these signals
+    if isinstance(process, SpawnProcess):
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # otherwise `start` does it, which unblocks these signals
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         process.start()
@@ -50,10 +52,12 @@ def limit_spinning() -> None:
 
     Call it before torch is imported: libgomp then reads it, and child processes inherit it. Without a C++ compiler at
     the installation torch's threads compute steps. By default they spin for milliseconds, and beside busy processes
-    keep those from running that they wait for.
+    keep those from running that they wait for. numpy's threads would spin for a tenth of a second once it is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    if os.uname().machine == "x86_64":  # elsewhere torch itself may use OpenBLAS
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def describe_exit(name: str, code: int | None) -> tuple[str, DeathKind]:

@@ -22,7 +22,7 @@ def main() -> NoReturn:
         os.putenv("PYTHONSAFEPATH", "1")  # as cli/serving.py says, for the processes that start now
         from gptserve.engine.process.engine_process import start_ahead
 
-        start_ahead()
+        start_ahead(forks=sys.platform == "linux")  # nothing else runs yet
     from gptserve.server.cli.main import main
 
     main()

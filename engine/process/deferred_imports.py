@@ -1,8 +1,9 @@
-"""Imports torch without two modules that an engine on a CPU never uses: they are imported once somebody asks for them.
+"""Imports torch without modules that an engine on a CPU never uses: they are imported once somebody asks for them.
 
-Compilers alone need them: kernels for tensors without data, written in Python, and the export of programs. They are a
-quarter of what importing torch takes. torch binds their names, and uses them nowhere until it compiles; but a
-torch.Generator can be made only after the first is imported, so engine/runner/seeded.py makes none.
+Compilers alone need the first two: kernels for tensors without data, written in Python, and the export of programs.
+Others are for training and profiling. They are a third of what importing torch takes. torch binds their names, and uses
+them nowhere by itself; but a torch.Generator can be made only after the first is imported, so engine/runner/seeded.py
+makes none.
 engine_process.py calls this. Torch-free.
 """
 
@@ -22,7 +23,16 @@ from gptserve.engine.runner.host_cpus import NVIDIA_DRIVER
 
 TRIED = "2.13."
 """The versions of torch of which this was tried begin so; others are imported whole."""
-DEFERRED = ("torch._meta_registrations", "torch.export")
+DEFERRED = (
+    "torch._meta_registrations",
+    "torch.export",
+    "torch.distributions",
+    "torch.masked",
+    "torch.optim",
+    "torch.profiler",
+    "torch.quantization",
+    "torch.utils.data",
+)
 
 
 def torch_can_be_deferred() -> bool:

@@ -23,7 +23,7 @@ EXIT_LIMIT_S = 5.0  # the child's process must end within this after its pipe ha
 
 
 class ProcessClient(LoopClient):
-    """An EngineClient whose engine is a spawned process. The factory must be picklable.
+    """An EngineClient whose engine is a process of its own. The factory must be picklable.
 
     The child blocks SIGINT and SIGTERM, which reach the whole process group: the parent decides when it ends. If the
     parent dies, the child is killed at once, even while it loads; on systems other than Linux it ends after its current

@@ -12,7 +12,8 @@ Text = Annotated[str, Tag("text")]
 
 class _Model(BaseModel):
     # Strings below the fields describe them: openapi.py reads these, as pydantic would do so at each start.
-    model_config = ConfigDict(allow_inf_nan=False)
+    # Each model is built when it is first used, in some milliseconds: all of them would delay the start.
+    model_config = ConfigDict(allow_inf_nan=False, defer_build=True)
 
 
 class _Page(_Model):

@@ -168,7 +168,7 @@ def test_split_and_interleaved_projections_are_joined_and_put_in_order(
         f"transformer.h.0.attn.{part}.weight": rows.clone() for part, rows in zip("qkv", joined.split(4), strict=True)
     }
     save_file(tensors | parts, tiny / "model.safetensors")
-    monkeypatch.setitem(FAMILIES, "gpt2", split_family(order))
+    monkeypatch.setattr("gptserve.weights.families.gpt2.GPT2", split_family(order))
     found = stream(tiny)
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -51,6 +51,39 @@ def test_process_ahead_that_nobody_takes_or_that_cannot_start_ends_with_the_inte
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+FORKED = """
+import asyncio, os
+from multiprocessing import active_children
+from gptserve.engine.process.engine_process import EngineProcess, start_ahead
+start_ahead(forks=True)
+(ahead,) = active_children()
+from gptserve.engine.process.process_client import ProcessClient
+from tests.engine.client_harness import collect, expected, make_request
+from tests.engine.process.test_engine_process import WITH_TORCH, load
+async def test():
+    client = ProcessClient(load)
+    await client.start()
+    assert [child.pid for child in active_children()] == [ahead.pid]
+    assert client.info.vocab_size == WITH_TORCH
+    request = make_request("a", 3)
+    assert await collect(client.submit([request])) == {"a": expected(request)}
+    await client.close()
+asyncio.run(test())
+assert active_children() == []
+left = EngineProcess(forks=True)
+left.connection.close()
+left.process.join()  # it has no copy of this end, so it ends
+assert left.process.exitcode == 0
+left.release()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libraries do not stand a fork")
+def test_process_ahead_that_was_forked_becomes_the_engine_and_ends_with_the_pipe() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_process_ahead_is_started_once_and_can_be_ended() -> None:
     async def test() -> None:
         start_ahead()
