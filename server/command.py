@@ -22,10 +22,18 @@ def main() -> NoReturn:
         os.putenv("PYTHONSAFEPATH", "1")  # as cli/serving.py says, for the processes that start now
         from gptserve.engine.process.engine_process import start_ahead
 
-        start_ahead(forks=sys.platform == "linux")  # nothing else runs yet
+        start_ahead(forks=_has_one_thread())
     from gptserve.server.cli.main import main
 
     main()
+
+
+def _has_one_thread() -> bool:
+    """Return whether this is Linux and nothing else runs in this process, as agents that come with Python may do."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
 
 
 def _serves(arguments: Sequence[str]) -> bool:

@@ -41,14 +41,15 @@ def test_sigterm_ends_any_other_process_as_ever() -> None:
     assert run() == -signal.SIGTERM
 
 
-# Shows the engine's process, a copy of this one, as soon as the command line is imported, and what its children have.
+# Shows the engine's process as soon as the command line is imported, how it began, and what its children have.
 STARTED = """
 import multiprocessing, subprocess, sys
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "gptserve.server.cli":
             for child in multiprocessing.active_children():
-                print(child.name, subprocess.run(["printenv", "PYTHONSAFEPATH"], stdout=subprocess.PIPE).stdout)
+                safe_path = subprocess.run(["printenv", "PYTHONSAFEPATH"], stdout=subprocess.PIPE).stdout
+                print(type(child).__name__, child.name, safe_path)
             sys.exit(7)
 sys.meta_path.insert(0, Finder())
 from gptserve.server.command import main
@@ -56,11 +57,14 @@ main()
 """
 
 
+STARTS = f"{'ForkProcess' if sys.platform == 'linux' else 'SpawnProcess'} gptserve-engine b'1\\n'\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("serve",), "gptserve-engine b'1\\n'\n"),
-        (("serve", "model.gguf", "--port", "8001"), "gptserve-engine b'1\\n'\n"),
+        (("serve",), STARTS),
+        (("serve", "model.gguf", "--port", "8001"), STARTS),
         (("serve", "--help"), ""),
         (("serve", "-h"), ""),
         (("--version",), ""),
@@ -77,3 +81,11 @@ def test_serve_starts_the_engines_process_before_it_imports_the_command_line(
         [sys.executable, "-c", STARTED, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert (done.returncode, done.stdout, done.stderr) == (7, expected, "")
+
+
+def test_engines_process_is_no_copy_of_a_process_with_another_thread() -> None:
+    program = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n" + STARTED
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "SpawnProcess gptserve-engine b'1\\n'\n", "")
