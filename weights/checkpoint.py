@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -26,7 +25,14 @@ from gptserve.weights.gguf.folder import SUFFIX as GGUF_SUFFIX
 from gptserve.weights.gguf.tensors import read_tensor
 from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
-from gptserve.weights.parts import Part, apart_as_stored, find_code_formats, find_parts, turned_as_stored
+from gptserve.weights.parts import (
+    Part,
+    apart_as_stored,
+    find_code_formats,
+    find_parts,
+    rows_of_parts,
+    turned_as_stored,
+)
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.quantized import held_shapes, stored_types
 from gptserve.weights.quantized.blocked import BlockedWeight, BlockRows
@@ -133,37 +139,30 @@ class Checkpoint:
         self, source: Source, its_format: AnyFormat, dtype: torch.dtype
     ) -> CodedWeight | BlockedWeight | JoinedWeight:
         """Return a weight as its codes, or as its blocks."""
-        num_out, num_in = source.joined_shape
-        formats = its_format.parts if isinstance(its_format, JoinedFormat) else ((num_out, its_format),)
-        if (blocks := self._blocked(source, [its for _, its in formats], dtype)) is not None:
-            return blocks[0] if len(blocks) == 1 else JoinedWeight(blocks)
-        weights, row = [empty_codes(its, (num_rows, num_in), dtype) for num_rows, its in formats], 0
-        filled = iter(weights)
-        weight = next(filled)
+        found = list[CodedWeight | BlockedWeight]()
+        for its, group in _groups(source, its_format):
+            found.append(self._blocked(group, its, dtype) or self._of_codes(group, its, dtype))
+        return found[0] if len(found) == 1 else JoinedWeight(tuple(found))
+
+    def _of_codes(self, source: Source, its_format: CodeFormat, dtype: torch.dtype) -> CodedWeight:
+        """Return a weight as its codes in one format."""
+        weight, row = empty_codes(its_format, source.joined_shape, dtype), 0
         for name, _ in source.parts:
             part, tensors = self._parts[name], self._read(name, source.entry)
-            if row == weight.shape[0]:
-                weight, row = next(filled), 0
             with named_faults(name, part):
                 row = _set_codes(weight, row, part, part.shape if source.entry is None else part.shape[1:], tensors)
-        if len(weights) > 1:
-            return JoinedWeight(tuple(weights))
         return weight if source.row_order is None else weight.in_order(torch.tensor(source.row_order))
 
-    def _blocked(
-        self, source: Source, formats: Sequence[CodeFormat], dtype: torch.dtype
-    ) -> tuple[BlockedWeight, ...] | None:
-        """Return the blocks of a weight of these formats, joined; None if its parts have others, or are no blocks."""
+    def _blocked(self, source: Source, its_format: CodeFormat, dtype: torch.dtype) -> BlockedWeight | None:
+        """Return the blocks of a weight; None if its parts are of several types, or are no blocks of this format."""
         types = [self._parts[name].type for name, _ in source.parts]
-        names = [its.type_name for its in types if isinstance(its, Gguf)]
-        if len(names) < len(types) or [CODE_FORMATS.get(name) for name, _ in groupby(names)] != formats:
+        names = {its.type_name if isinstance(its, Gguf) else "" for its in types}
+        type_name = names.pop()
+        if names or CODE_FORMATS.get(type_name) != its_format:
             return None
-        pieces = zip(names, (self._block_rows(name, source.entry) for name, _ in source.parts), strict=True)
+        pieces = tuple(self._block_rows(name, source.entry) for name, _ in source.parts)
         order = None if source.row_order is None else torch.tensor(source.row_order)
-        return tuple(
-            BlockedWeight(name, dtype, tuple(rows for _, rows in its), order)
-            for name, its in groupby(pieces, itemgetter(0))
-        )
+        return BlockedWeight(type_name, dtype, pieces, order)
 
     def _block_rows(self, name: str, entry: int | None) -> BlockRows:
         """Return the rows of a part in a type of GGUF."""
@@ -249,6 +248,25 @@ class Checkpoint:
         """Return how many stored bytes make this tensor."""
         sizes = [stored.end - stored.start for part, _ in source.parts for stored in self._parts[part].tensors.values()]
         return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
+
+
+def _groups(source: Source, its_format: AnyFormat) -> Iterator[tuple[CodeFormat, Source]]:
+    """Yield the sources of the parts of a weight that have one format."""
+    if not isinstance(its_format, JoinedFormat):
+        yield its_format, source
+        return
+    rows = rows_of_parts(source)
+    assert rows is not None
+    parts = iter(zip(source.parts, rows, strict=True))
+    for num_rows, its in its_format.parts:
+        its_parts, order, first = list[tuple[str, Shape]](), list[int](), 0
+        while len(order) < num_rows:
+            part, numbers = next(parts)
+            its_parts.append(part)
+            order += [first + number for number in numbers]
+            first += replace(source, parts=(part,)).joined_shape[0]
+        its_order = None if source.row_order is None else tuple(order)
+        yield its, replace(source, parts=tuple(its_parts), row_order=its_order)
 
 
 def _unpack(stored: StoredType, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -117,17 +117,37 @@ def find_code_formats(sources: Mapping[str, Source], parts: Mapping[str, Part]) 
     found: dict[str, AnyFormat] = {}
     for name, source in sources.items():
         if name.endswith(".weight") and not (source.is_zero or source.is_wide or source.is_flat or source.columns):
-            its_parts = [_rows_and_format(parts[part]) for part, _ in source.parts]
-            its = joined_format(its_parts, in_order=source.row_order is None)
+            formats = [_format_of(parts[part]) for part, _ in source.parts]
+            if None in formats:
+                continue
+            rows = rows_of_parts(source)
+            sizes = [0] * len(formats) if rows is None else map(len, rows)
+            its = joined_format(list(zip(sizes, formats, strict=True)), in_order=rows is not None)
             if its is not None:
                 found[name] = its
     return found
 
 
-def _rows_and_format(part: Part) -> tuple[int, CodeFormat | None]:
-    """Return how many rows a part has, of one expert, and the format in which they can come as codes, if any."""
-    its = part.type.code_format(part.shape[-2:], part.tensors) if gives_codes(part.type) else None
-    return (0 if its is None else part.shape[-2]), its
+def rows_of_parts(source: Source) -> tuple[Sequence[int], ...] | None:
+    """Return which rows of each part a weight has, numbered in the part; None if those of parts take turns."""
+    sizes = [shape[-1] if source.transpose else shape[-2] for _, shape in source.parts]
+    if source.row_order is None:
+        return tuple(map(range, sizes))
+    if len(sizes) == 1:
+        return (source.row_order,)
+    found, start, first = list[Sequence[int]](), 0, 0
+    for size in sizes:
+        end = start
+        while end < len(source.row_order) and first <= source.row_order[end] < first + size:
+            end += 1
+        found.append([row - first for row in source.row_order[start:end]])
+        start, first = end, first + size
+    return tuple(found) if start == len(source.row_order) else None
+
+
+def _format_of(part: Part) -> CodeFormat | None:
+    """Return the format in which the rows of a part can come as codes, if any."""
+    return part.type.code_format(part.shape[-2:], part.tensors) if gives_codes(part.type) else None
 
 
 @dataclass

@@ -12,7 +12,9 @@ from gguf.quants import dequantize
 
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
+from gptserve.weights.families.family import Source
 from gptserve.weights.inventory import code_formats
+from gptserve.weights.parts import rows_of_parts
 from gptserve.weights.quantized.blocked import BlockedWeight
 from gptserve.weights.quantized.coded import CodedWeight, CodeFormat, JoinedFormat, JoinedWeight
 from gptserve.weights.quantized.gguf import CODE_FORMATS, HALVES, Gguf, GgufHalves
@@ -55,6 +57,22 @@ def test_parts_of_several_types_are_joined_as_they_are(name: str, tmp_path: Path
     assert formats["blocks.0.qkv.weight"] == JoinedFormat(((384, Q4_K), (128, Q6_K)))
     assert {its for its in formats.values() if isinstance(its, CodeFormat)} == {Q4_K, Q6_K}
     check(checkpoint)
+
+
+def test_rows_of_parts_are_joined_unless_they_take_turns() -> None:
+    parts = (("queries", (4, 32)), ("keys", (2, 32)))
+    rows = {
+        None: ([0, 1, 2, 3], [0, 1]),
+        (1, 0, 5, 4): ([1, 0], [1, 0]),
+        (2, 3, 4): ([2, 3], [0]),
+        (5,): ([], [1]),
+        (0, 4, 1, 5): None,
+        (4, 5, 0): None,
+    }
+    for order, expected in rows.items():
+        found = rows_of_parts(Source(parts, row_order=order))
+        assert found == expected if found is None else tuple(map(list, found)) == expected
+    assert rows_of_parts(Source(parts[:1], row_order=(3, 0, 2))) == ((3, 0, 2),)
 
 
 @pytest.mark.parametrize("quant", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K], ids=lambda its: its.name)
