@@ -99,7 +99,7 @@ class GatedDelta:
 
     Each value head keeps a matrix of key_size x value_size of the tokens before, and each query, key and value the
     latest conv_size - 1 of them, which a causal convolution of each channel reads. num_value_heads is a multiple of
-    num_key_heads.
+    num_key_heads. Value heads side by side have one key head, or if `tiled` take all key heads in turn.
     """
 
     num_key_heads: int
@@ -108,6 +108,12 @@ class GatedDelta:
     key_size: int
     value_size: int
     conv_size: int
+    tiled: bool = False
+
+    @property
+    def group(self) -> int:
+        """Value heads side by side that have one key head, before those that have the next one."""
+        return 1 if self.tiled else self.num_value_heads // self.num_key_heads
 
     @property
     def key_width(self) -> int:

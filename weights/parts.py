@@ -6,7 +6,7 @@ Checks every name, shape and dtype. Torch-free. checkpoint.py reads what is foun
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,9 +81,11 @@ def turned_as_stored(sources: Mapping[str, Source], files: Mapping[str, StoredTe
 def apart_as_stored(sources: Mapping[str, Source], files: Mapping[str, StoredTensor]) -> dict[str, Source]:
     """Return the sources; experts that are entries of one tensor are linears of their own where the files have those.
 
-    Gemma 4 is published as one tensor; tools that quantize it write each expert apart, perhaps below `moe`.
+    Gemma 4 is published as one tensor; tools that quantize it write each expert apart, perhaps below `moe`. Qwen3-Next
+    is published with a fused linear, of which GGUF files make two, with rows in canonical order.
     """
-    found, linears = dict(sources), {name.rpartition(".")[0] for name in files}
+    linears = {name.rpartition(".")[0] for name in files}
+    found = {name: _unfused(name, source, linears) for name, source in sources.items()}
     for name, source in sources.items():
         stem, _, kind = source.parts[0][0].rpartition(".")
         if source.entry is None or source.row_order is not None or kind not in _APART or source.parts[0][0] in files:
@@ -96,6 +98,14 @@ def apart_as_stored(sources: Mapping[str, Source], files: Mapping[str, StoredTen
     return found
 
 
+def _unfused(name: str, source: Source, linears: Collection[str]) -> Source:
+    fused = source.parts[0][0]
+    own = fused.replace(*_FUSED.get(name.split(".")[-2], ("", "")))
+    return source if own == fused or own.rpartition(".")[0] not in linears else Source(((own, source.shape),))
+
+
+_FUSED = {"delta_in": ("in_proj_qkvz", "in_proj_qkv"), "delta_gate": ("in_proj_qkvz", "in_proj_z")}
+"""The names of a fused linear and of one with some of its rows, by the kind of tensor that has these."""
 _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What tensors of all experts have of each, one behind the other."""
 

@@ -62,7 +62,8 @@ class DeltaAttention:
         for place, (start, end) in zip(places, pairwise(metadata.query_starts), strict=True):
             rows = slice(start, end)
             q_TGK, k_TGK, v_THV = self._convolve(mixed[rows], state.latest_NSC, place)
-            of_tokens = q_TGK.float(), k_TGK.float(), v_THV.float(), decays_TH[rows], learned_TH[rows]
+            q_THK, k_THK = (of_value_heads(its.float(), delta) for its in (q_TGK, k_TGK))
+            of_tokens = q_THK, k_THK, v_THV.float(), decays_TH[rows], learned_TH[rows]
             heads_THV[rows] = recur(state.memory_NHKV, place, *of_tokens).to(mixed.dtype)
         heads_THV[metadata.query_starts[-1] :] = 0  # padding
         return self._out(gate_heads(self._norm(heads_THV), self._gate(x), "silu"), residual)
@@ -89,21 +90,26 @@ def key_norms(delta: GatedDelta, device: torch.device) -> tuple[Norm, Norm]:
     return query, key
 
 
+def of_value_heads(x_TGK: Tensor, delta: GatedDelta) -> Tensor:
+    """Return for each value head what its key head has."""
+    heads = torch.arange(delta.num_value_heads, device=x_TGK.device) // delta.group % delta.num_key_heads
+    return x_TGK[:, heads]
+
+
 def recur(
     memory_NHKV: Tensor,
     place: StatePlace,
-    q_TGK: Tensor,
-    k_TGK: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
     v_THV: Tensor,
     decays_TH: Tensor,
     learned_TH: Tensor,
 ) -> Tensor:
     """Return what the heads give for the tokens of a sequence, one after the other, fp32 [T, H, V]; keep its memory."""
     memory = memory_NHKV[place.source] if place.source >= 0 else torch.zeros_like(memory_NHKV[place.slot])
-    group = memory.shape[0] // q_TGK.shape[1]
-    q_THK1, k_THK1 = (its.repeat_interleave(group, dim=1)[..., None] for its in (q_TGK, k_TGK))
     given = torch.empty_like(v_THV)
-    for t, (q, k, v, factor, learned) in enumerate(zip(q_THK1, k_THK1, v_THV, decays_TH, learned_TH, strict=True)):
+    of_keys = q_THK[..., None], k_THK[..., None]
+    for t, (q, k, v, factor, learned) in enumerate(zip(*of_keys, v_THV, decays_TH, learned_TH, strict=True)):
         memory = memory * factor[:, None, None]
         change = (v - (memory * k).sum(1)) * learned[:, None]
         memory = memory + k * change[:, None]

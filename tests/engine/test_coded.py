@@ -54,7 +54,7 @@ def logprobs(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    "name", ["Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window"]
+    "name", ["Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window", "Qwen3.5"]
 )
 def test_codes_of_8_bits_give_nearly_what_they_are_unpacked_to(name: str, tmp_path: Path) -> None:
     folder = written(name, tmp_path)
@@ -80,13 +80,16 @@ def test_codes_of_folders_give_nearly_what_they_are_unpacked_to(name: str, tmp_p
     assert (found - expected).std() < 0.04 * expected.std()
 
 
-def test_several_types_in_a_layer_give_nearly_what_they_are_unpacked_to(tmp_path: Path) -> None:
-    folder = written("Llama", tmp_path, q4_k_m)
+@pytest.mark.parametrize(("name", "bound"), [("Llama", 0.04), ("Qwen3.5", 0.06)])
+def test_several_types_in_a_layer_give_nearly_what_they_are_unpacked_to(
+    name: str, bound: float, tmp_path: Path
+) -> None:
+    folder = written(name, tmp_path, q4_k_m)
     stored, unpacked = (make_engine(folder, dtype="float32", quantization=its) for its in (None, "none"))
     assert (stored.info.product, unpacked.info.product) == ("native_coded", "native")
     found, expected = logprobs(stored), logprobs(unpacked)
     assert not torch.equal(found, expected)
-    assert (found - expected).std() < 0.04 * expected.std()
+    assert (found - expected).std() < bound * expected.std()
 
 
 @pytest.mark.parametrize("quant", [Q8_0, Q4_1, q4_k_m], ids=["Q8_0", "Q4_1", "Q4_K_M"])
@@ -118,7 +121,7 @@ def test_without_the_library_and_in_int8_they_are_unpacked(tmp_path: Path, monke
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("quant", [Q4_1, Q8_0, q4_k_m], ids=lambda its: getattr(its, "name", "Q4_K_M"))
-@pytest.mark.parametrize("name", ["Llama", "Llama, biases, own head size, tied", "Mixtral, past its window"])
+@pytest.mark.parametrize("name", ["Llama", "Llama, biases, own head size, tied", "Mixtral, past its window", "Qwen3.5"])
 def test_the_plan_has_the_bytes_that_the_linears_hold(
     name: str, quant: GGMLQuantizationType | TypeOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.engine import Engine
@@ -17,10 +18,12 @@ from gptserve.engine.request import Request
 from gptserve.engine.runner.state_memory import check_states, plan_states, state_bytes
 from gptserve.weights.errors import WeightsError
 from gptserve.weights.families import load_config
+from gptserve.weights.source import resolve_model
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.engine.test_coded import logprobs
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
+from tests.weights.gguf.written import write_gguf
 from tests.weights.quantized.formats import FORMATS
 from tests.weights.quantized.packers import Packer, write_quantized
 
@@ -31,10 +34,13 @@ NO_ATTENTION = {
 }
 
 
-@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2"])
+@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2", "Qwen3.5 in GGUF"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder, *SHAPES[request.param])
+    folder, (name, *in_gguf) = tmp_path_factory.mktemp("model"), request.param.split(" in ")
+    write_model(folder, *SHAPES[name])
+    if in_gguf:  # value heads take key heads in turn, and products are of codes
+        write_gguf(folder, folder / "model.gguf", GGMLQuantizationType.Q8_0)
+        return resolve_model(str(folder / "model.gguf"))
     return folder
 
 

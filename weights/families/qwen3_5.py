@@ -16,6 +16,8 @@ from gptserve.weights.families.rotary import with_rotary
 
 _KINDS = ("linear_attention", "full_attention")
 _MAX_CONV_SIZE = 64
+TILED = "linear_value_heads_are_tiled"
+"""What the folder of a GGUF file says, and no other one: value heads take all key heads in turn."""
 _ATTENTION = "layers.{}.self_attn."
 DELTA = "layers.{}.linear_attn."
 NAMES: layout.Names = {
@@ -69,6 +71,7 @@ def _read_delta(raw: RawConfig) -> GatedDelta:
         key_size=raw.size("linear_key_head_dim", default=128, limit=MAX_WIDTH),
         value_size=raw.size("linear_value_head_dim", default=128, limit=MAX_WIDTH),
         conv_size=raw.size("linear_conv_kernel_dim", default=4, limit=_MAX_CONV_SIZE),
+        tiled=raw.boolean(TILED, default=False),
     )
 
 

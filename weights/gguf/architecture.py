@@ -1,6 +1,6 @@
 """How files of one of llama.cpp's architectures are read: the row of a table, and the names most of them share.
 
-dense.py, mixtures.py, gemma4.py and lfm2.py have the rows. Sources: llama.cpp's gguf-py/gguf/constants.py and
+dense.py, mixtures.py, gemma4.py, lfm2.py and qwen.py have the rows. Sources: llama.cpp's gguf-py/gguf/constants.py and
 tensor_mapping.py, and its conversion/. Torch-free.
 """
 
@@ -93,3 +93,5 @@ class Architecture:
     """Layers may have other heads and widths: `more` replaces what config.json has of the first one."""
     adds_one: bool = False
     """Norms have one added."""
+    has_decays: bool = False
+    """Decays are minus e to the power of what they were, and norms of linear attention have none added."""

@@ -16,12 +16,13 @@ from gptserve.weights.gguf.gemma4 import GEMMA4
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.lfm2 import LFM2
 from gptserve.weights.gguf.mixtures import MIXTURES
+from gptserve.weights.gguf.qwen import QWEN
 from gptserve.weights.gguf.reader import Header
 from gptserve.weights.gguf.refused import why_refused
 from gptserve.weights.gguf.rope import head_size, rope_fields
 from gptserve.weights.stored_tensor import StoredTensor
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4, **LFM2}
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4, **LFM2, **QWEN}
 """By general.architecture; some have variants."""
 _VARIANTS = {
     "experts": "expert_count",
@@ -31,8 +32,8 @@ _VARIANTS = {
 }
 """The keys that files of a variant have."""
 _NORM_OF_VARIANT = "blk.0.attn_norm_2.weight"
-_ALWAYS_BIAS = ".exp_probs_b"
-"""What files of Hy3 name without its kind."""
+_WITHOUT_KIND = {".exp_probs_b": "bias", ".ssm_a": "weight"}
+"""What files of Hy3, and of Qwen3.5, name without its kind."""
 MAX_TENSORS = 2**18
 """Each expert's counts."""
 _UNREAD_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -72,7 +73,7 @@ def describe_config(header: Header) -> Fields:
         "num_attention_heads": keys.num_heads,
         "num_key_value_heads": keys.num_kv_heads,
         "head_dim": head_size(keys),
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": keys.size("feed_forward_length", _width_of_expert(keys)),
         "max_position_embeddings": keys.size("context_length"),
     }
     fields |= {architecture.sizes.get(its, its): size for its, size in sizes.items()}
@@ -83,6 +84,11 @@ def describe_config(header: Header) -> Fields:
     if architecture.has_rotary:
         fields |= rope_fields(keys)
     return fields | architecture.more(keys)
+
+
+def _width_of_expert(keys: Keys) -> int | None:
+    """Return what stands in for the width of a feed-forward in a file all of whose layers have experts."""
+    return keys.count("expert_feed_forward_length", 0) or None
 
 
 def named_tensors(header: Header) -> dict[str, StoredTensor]:
@@ -105,6 +111,8 @@ def _stored(header: Header, keys: Keys, architecture: Architecture) -> Fields:
         stored |= {"joined_heads": keys.num_heads, "joined_kv_heads": keys.num_kv_heads}
     if architecture.adds_one:
         stored["norms_have_one_added"] = True
+    if architecture.has_decays:
+        stored["has_decays"] = True
     return stored
 
 
@@ -115,7 +123,8 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
     for name, tensor in keys.header.tensors.items():
         if name in _UNREAD_TENSORS:
             continue
-        stem, _, kind = (f"{name}.bias" if name.endswith(_ALWAYS_BIAS) else name).rpartition(".")
+        kinds = (f".{kind}" for ending, kind in _WITHOUT_KIND.items() if name.endswith(ending))
+        stem, _, kind = f"{name}{next(kinds, '')}".rpartition(".")
         found = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
         if found is None:
             yield f"{architecture.outer[stem]}.{kind}" if stem in architecture.outer else name, tensor

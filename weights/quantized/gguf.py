@@ -1,8 +1,8 @@
 """Tensors of a GGUF file: floats, or blocks of codes with scales, in llama.cpp's order of rows.
 
-Some architectures have the rows of queries and keys in another order than the checkpoint that they were made from, and
-norms with one added (llama.cpp's conversion/llama.py and conversion/gemma.py); both are undone. gguf/architectures.py
-says of whose, and gguf/folder.py writes the section of config.json that is read here.
+Some architectures have the rows of queries and keys in another order than the checkpoint that they were made from,
+norms with one added, or powers of numbers (llama.cpp's conversion/llama.py, gemma.py and qwen.py); all are undone.
+gguf/architectures.py says of whose, and gguf/folder.py writes the section of config.json that is read here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Gguf:
 
     `num_heads` is above 0 where rows are in another order: those of each head in pairs of neighbours, to be halves
     apart; or, with `num_kv_heads`, all queries, then all keys, then all values, to be one key head after another, each
-    behind its queries. `offset` is what was added to the values.
+    behind its queries. `offset` is what was added to the values. `is_power`: they are minus e to the power of what they
+    were.
     """
 
     type_name: str
@@ -51,6 +52,7 @@ class Gguf:
     num_heads: int = 0
     num_kv_heads: int = 0
     offset: float = 0.0
+    is_power: bool = False
 
     @property
     def name(self) -> str:
@@ -78,6 +80,10 @@ class Gguf:
             values = _values(self.type_name, data[None], (1, *shape))[0, places]
         else:
             values = _values(self.type_name, data[places], shape)
+        if self.is_power:
+            if not bool((values <= 0).all()):
+                raise UnfitError("must have no number above 0")
+            return (-values).log()
         return values - self.offset if self.offset else values
 
     def code_format(self, shape: Shape, tensors: Mapping[str, StoredTensor]) -> CodeFormat | None:
@@ -180,11 +186,15 @@ def read_gguf(section: RawConfig) -> tuple[Gguf | GgufHalves, ...]:
     heads = {name: section.size(f"paired_{name}_heads", default=0) for name in ("q_proj", "k_proj")}
     joined = section.size("joined_heads", default=0), section.size("joined_kv_heads", default=0)
     offset = 1.0 if section.boolean("norms_have_one_added", default=False) else 0.0
+    has_decays = section.boolean("has_decays", default=False)
     names = section.value("types")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in BLOCKS for name in names):
         raise section.error("types", f"a list of {', '.join(BLOCKS)}")
     special = [Gguf(name, ending, num) for ending, num in heads.items() if num for name in names]
     special += [Gguf(name, "query_key_value", *joined) for name in names if all(joined)]
-    special += [Gguf(name, "norm", offset=offset) for name in names if name in FLOATS and offset]
+    floats = [name for name in names if name in FLOATS]
+    special += [Gguf(name, "A_log", is_power=True) for name in floats if has_decays]
+    special += [Gguf(name, "linear_attn") for name in floats if has_decays]
+    special += [Gguf(name, "norm", offset=offset) for name in floats if offset]
     halves = [GgufHalves((a, b), endings) for endings in HALVES for a, b in product(names, names)]
     return (*special, *(Gguf(name) for name in names), *halves)

@@ -146,7 +146,7 @@ class Delta(Structure):
 
     _fields_ = native.members(
         (c_void_p, "decay step"),
-        (c_int64, "layer num_key_heads num_value_heads key_size value_size"),
+        (c_int64, "layer num_key_heads num_value_heads key_size value_size group"),
         (c_int32, "rates"),
     )
 

@@ -174,7 +174,7 @@ class Writer:
         name, heads, mixed = f"blocks.{layer}", buffers["heads"], buffers["mixed"]
         numbers = self._parts.deltas[name]
         rates = self.program.number(buffers["rates"])
-        of_heads = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size
+        of_heads = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size, delta.group
         convolve = Convolve(self._address(numbers.conv_SC), layer, delta.conv_size, gated=False)
         recur = Delta(self._address(numbers.decay_H), self._address(numbers.step_H), layer, *of_heads, rates)
         norms, gate = key_norms(delta, numbers.decay_H.device), c_int32(HEAD_GATES.index("silu"))

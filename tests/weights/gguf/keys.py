@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
+from tests.weights.gguf.qwen import QWENS, add_states
+
 ARCHITECTURES = {
     "gpt2": MODEL_ARCH.GPT2,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
@@ -64,6 +66,9 @@ ARCHITECTURES = {
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "lfm2": MODEL_ARCH.LFM2,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
+    "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
 }
 """By model_type."""
 NEWER = {
@@ -139,7 +144,8 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(size_of(config, "num_hidden_layers"))
     writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
     writer.add_context_length(size_of(config, "max_position_embeddings") or hidden)
-    writer.add_feed_forward_length(size_of(config, "intermediate_size") or 4 * hidden)
+    if model_type != "qwen3_5_moe_text":
+        writer.add_feed_forward_length(size_of(config, "intermediate_size") or 4 * hidden)
     for name in _EPS:
         if config.get(name) is not None or (name == "layer_norm_eps" and model_type in ("mpt", "olmo")):
             is_rms = name == "rms_norm_eps" or model_type in _LFM2
@@ -175,6 +181,8 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         _add_gemma4(writer, config)
     elif model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
         _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
+    if model_type in QWENS:
+        add_states(writer, config)
     if model_type in _LFM2:
         num_kv_heads = config["num_key_value_heads"]
         writer.add_head_count_kv([num_kv_heads * (kind != "conv") for kind in config["layer_types"]])

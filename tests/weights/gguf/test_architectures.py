@@ -125,6 +125,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 4, inputs of layers and shared keys": SHAPES["Gemma 4, inputs of layers and shared keys"],
     "LFM2, attention first, as wide as it says": SHAPES["LFM2, attention first, as wide as it says"],
     "LFM2 with experts": SHAPES["LFM2 with experts"],
+    "Qwen3.5": ("qwen3_5_text", {**SHAPES["Qwen3.5"][1], "linear_num_key_heads": 4}),
+    "Qwen3.5 with experts": ("qwen3_5_moe_text", {**SHAPES["Qwen3.5 with experts"][1], "linear_num_key_heads": 4}),
+    "Qwen3-Next": SHAPES["Qwen3-Next"],
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),
     "Gemma 3": (
         "gemma3_text",
@@ -157,8 +160,8 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
         )
         assert of_file.keys() == of_copy.keys()
         differing = [key for key in of_file if not torch.equal(of_file[key], of_copy[key])]
-        assert [key for key in differing if not key.endswith("norm.weight")] == []
-        for key in differing:  # one was added and taken away
+        assert [key for key in differing if not key.endswith(("norm.weight", "delta_decay"))] == []
+        for key in differing:  # one was added and taken away, or a power taken
             assert (of_file[key] - of_copy[key]).abs().max() < 1e-6
 
 
@@ -222,7 +225,15 @@ def test_experts_may_be_tensors_of_their_own(tmp_path: Path) -> None:
     assert named_tensors(header) == expected
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("GLM 4.5", "blk.2.nextn"), ("K-EXAONE, past its window", "blk.4.nextn")])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("GLM 4.5", "blk.2.nextn"),
+        ("K-EXAONE, past its window", "blk.4.nextn"),
+        ("Qwen3.5", "blk.4.nextn"),
+        ("Qwen3.5 with experts", "blk.2.nextn"),
+    ],
+)
 def test_layers_that_predict_further_tokens_are_left_out(name: str, tensor: str, tmp_path: Path) -> None:
     folder, path = tmp_path / "folder", tmp_path / "model.gguf"
     write_model(folder, *MODELS[name])
@@ -315,6 +326,26 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         "LFM2 with experts",
         {"attention.head_count_kv": [0, 0, 0, 0]},
         "lfm2moe.attention.head_count_kv must be an integer of at least 1, got [0, 0, 0, 0]",
+    ),
+    "a part of a value": (
+        "Qwen3.5",
+        {"ssm.inner_size": 97},
+        "qwen35.ssm.inner_size must be a multiple of ssm.time_step_rank (4), got 97",
+    ),
+    "states of three of four layers": (
+        "Qwen3.5",
+        {"attention.recurrent_layers": [True, True, False]},
+        "qwen35.attention.recurrent_layers must be a list of 4 times true or false, got [True, True, False]",
+    ),
+    "weights of all experts": (
+        "Qwen3-Next",
+        {"expert_weights_norm": False},
+        "qwen3next.expert_weights_norm must be True, as in all of them, got False",
+    ),
+    "weights of experts times a factor": (
+        "Qwen3.5 with experts",
+        {"expert_weights_scale": 2.5},
+        "qwen35moe.expert_weights_scale must be 1.0, as in all of them, got 2.5",
     ),
     "a part of a head": (
         "Gemma 4",

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.weights.gguf.k_quants import TypeOf, packed
 from tests.weights.gguf.keys import ARCHITECTURES, NEWER, add_keys, size_of
+from tests.weights.gguf.qwen import QWENS, as_published, as_written
 
 FUSED = ("bloom", "gpt_neox", "falcon")
 """Those of which the conversion parts queries, keys and values of all heads."""
@@ -23,9 +24,9 @@ PAIRED = (
     *("granitemoeshared", "granite_swa", "granitemoe_swa", "internlm2", "xverse", "minicpm"),
 )
 """Those of which the conversion puts rows of queries and keys in pairs."""
-ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron")
+ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron", *QWENS)
 """Those of which the conversion adds one to the weights of norms."""
-UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp", "shortconv.conv")
+UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp", "shortconv.conv", "ssm_conv1d")
 """What stays in F32."""
 NEWER_NAMES = {
     "self_attn.g_proj.weight": "attn_gate.weight",
@@ -91,11 +92,12 @@ def write_gguf(
     fuses: bool = False,
     num_behind: int = 0,
     as_type: str | None = None,
+    older: bool = False,
 ) -> None:
     """Write a model with matrices of a type, or of several; `in_place` gets its safetensors with their values then.
 
     `fuses`: queries, keys and values are one tensor. `num_behind`: so many layers are said to predict further tokens.
-    `as_type`: the model_type as whose the file is written.
+    `as_type`: the model_type as whose the file is written. `older`: as the first files of Qwen3-Next were.
     """
     type_of = (lambda name, width: quant) if isinstance(quant, GGMLQuantizationType) else quant
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -106,11 +108,10 @@ def write_gguf(
     add_tokens(writer, ["t", "0", *(f"t{i}" for i in range(config["vocab_size"] - 2))])
     num_layers = size_of(config, "num_hidden_layers")
     names = get_tensor_name_map(arch, num_layers)
-    values = (
-        _fused(load_file(folder / "model.safetensors"), num_layers)
-        if fuses
-        else load_file(folder / "model.safetensors")
-    )
+    published = load_file(folder / "model.safetensors")
+    values = _fused(published, num_layers) if fuses else dict(published)
+    if config["model_type"] in QWENS:
+        values = as_written(config, values, older=older)
     if num_behind:
         writer.add_block_count(num_layers + num_behind)
         writer.add_nextn_predict_layers(num_behind)
@@ -137,7 +138,7 @@ def write_gguf(
         data = value.astype(np.float32)
         is_transposed, axis = _is_transposed(config, name), -1 if value.ndim < 2 or name.endswith("bias") else -2
         data = data.swapaxes(-1, -2) if is_transposed else data
-        is_norm = config["model_type"] in ADDING and name.endswith("norm.weight")
+        is_norm = config["model_type"] in ADDING and name.endswith("norm.weight") and "linear_attn" not in name
         for its_name, order in _pieces(config, name, data.shape[axis]):
             of_gguf = its_name if its_name.startswith("blk.") else _of_gguf(its_name, names)
             part = np.ascontiguousarray(np.take(data, order, axis))
@@ -158,6 +159,7 @@ def write_gguf(
         writer.add_tensor(_of_gguf(name, names), np.stack(parts))
     _finish(writer)
     if in_place is not None:
+        values = as_published(config, values, published) if config["model_type"] in QWENS else values
         save_file(values, in_place / "model.safetensors")
 
 

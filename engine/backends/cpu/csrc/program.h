@@ -194,9 +194,10 @@ struct Convolve {
 constexpr int64_t MAX_KEY_SIZE = 1024;
 
 // in is the queries, keys and values; rates is the buffer of what each value head learns, then of what it forgets.
+// `group` value heads side by side have one key head, the next ones the next; behind the last one comes the first.
 struct Delta {
     const float *decay, *step;  // [num_value_heads]
-    int64_t layer, num_key_heads, num_value_heads, key_size, value_size;
+    int64_t layer, num_key_heads, num_value_heads, key_size, value_size, group;
     int32_t rates;
 };
 

@@ -89,7 +89,7 @@ static void recur_columns(const Operation& op, const Program& program, const Ste
     };
     if (place.source != place.slot) copy(place.source < 0 ? nullptr : memories + place.source * stride, memory);
     const Buffer& rates = program.buffers[d.rates];
-    const int64_t key_head = head / (d.num_value_heads / d.num_key_heads);
+    const int64_t key_head = head / d.group % d.num_key_heads;
     float q[MAX_KEY_SIZE], k[MAX_KEY_SIZE];
     for (int64_t row = 0; row < num_rows; row++) {
         const T* in = in_row<T>(program, op, start + row);

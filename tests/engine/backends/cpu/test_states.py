@@ -16,7 +16,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import _Batch
 from gptserve.engine.backends.cpu.program import Convolve, Delta, Program, StateCache
 from gptserve.engine.model.activation import decay
-from gptserve.engine.model.delta import recur
+from gptserve.engine.model.delta import of_value_heads, recur
 from gptserve.engine.model.states import State, make_state
 from gptserve.engine.state_place import StatePlace
 from gptserve.weights.config import GatedDelta, ShortConvolution
@@ -27,6 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = (
     GatedDelta(1, 1, 8, 8, 2),
     GatedDelta(2, 4, 17, 33, 4),
+    GatedDelta(2, 6, 16, 20, 4, tiled=True),
     GatedDelta(3, 3, 128, 128, 4),
     GatedDelta(1, 2, 5, 50, 1),
 )
@@ -61,7 +62,7 @@ class Layer:
         for name, tensor in {"in": inputs, "mixed": mixed, "rates": rates, "out": out}.items():
             program.place(name, tensor.data_ptr())
         program.add("convolve", "in", "mixed", Convolve(self.factors_SC.data_ptr(), 0, delta.conv_size, gated=False))
-        sizes_of = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size
+        sizes_of = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size, delta.group
         numbers = self.decay_H.data_ptr(), self.step_H.data_ptr(), 0, *sizes_of
         program.add("delta", "mixed", "out", Delta(*numbers, program.number("rates")))
         starts = array("i", [0, *torch.tensor(sizes).cumsum(0).tolist()])
@@ -90,7 +91,15 @@ class Layer:
         learned, forgotten = rates.float().chunk(2, dim=1)
         of_tokens = decay(forgotten + self.step_H, self.decay_H), learned.sigmoid()
         memory = torch.empty(1, delta.num_value_heads, delta.key_size, delta.value_size)
-        return mixed, recur(memory, StatePlace(0, -1), q_TGK, k_TGK, v_THV, *of_tokens).flatten(1)
+        q_THK, k_THK = (of_value_heads(its, delta) for its in (q_TGK, k_TGK))
+        return mixed, recur(memory, StatePlace(0, -1), q_THK, k_THK, v_THV, *of_tokens).flatten(1)
+
+
+def test_value_heads_have_their_key_heads_side_by_side_or_in_turn() -> None:
+    x_TGK = torch.arange(4.0).view(2, 2, 1)
+    grouped, tiled = (of_value_heads(x_TGK, GatedDelta(2, 6, 1, 8, 2, tiled=its)) for its in (False, True))
+    assert grouped.flatten(1).tolist() == [[0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3]]
+    assert tiled.flatten(1).tolist() == [[0, 1, 0, 1, 0, 1], [2, 3, 2, 3, 2, 3]]
 
 
 def variants(dtype: torch.dtype) -> Iterator[native.Variant]:
