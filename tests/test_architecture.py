@@ -91,7 +91,7 @@ WITH_TORCH = {
     "gptserve.engine.model.classifier",
     "gptserve.engine.model.convolution",
     "gptserve.engine.model.decoder",
-    "gptserve.engine.model.delta",
+    "gptserve.engine.model.linear_attention",
     "gptserve.engine.model.experts",
     "gptserve.engine.model.feed_forward",
     "gptserve.engine.model.group",

@@ -6,6 +6,7 @@ files, devices or dtypes of computation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -94,12 +95,11 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta:
-    """Linear attention by the gated delta rule (Yang et al., "Gated Delta Networks", 2024), in place of attention.
+class LinearAttention:
+    """Attention without a softmax, in place of attention: each value head keeps a matrix of the tokens before.
 
-    Each value head keeps a matrix of key_size x value_size of the tokens before, and each query, key and value the
-    latest conv_size - 1 of them, which a causal convolution of each channel reads. num_value_heads is a multiple of
-    num_key_heads. Value heads side by side have one key head, or if `tiled` take all key heads in turn.
+    That is of key_size x value_size. Each query, key and value comes out of a causal convolution of each channel, which
+    reads the latest conv_size - 1 of them, too. num_value_heads is a multiple of num_key_heads.
     """
 
     num_key_heads: int
@@ -108,12 +108,11 @@ class GatedDelta:
     key_size: int
     value_size: int
     conv_size: int
-    tiled: bool = False
 
     @property
     def group(self) -> int:
         """Value heads side by side that have one key head, before those that have the next one."""
-        return 1 if self.tiled else self.num_value_heads // self.num_key_heads
+        return self.num_value_heads // self.num_key_heads
 
     @property
     def key_width(self) -> int:
@@ -139,6 +138,39 @@ class GatedDelta:
     def memory_shape(self) -> tuple[int, int, int]:
         """The memory that a sequence keeps beside the inputs of the convolution."""
         return self.num_value_heads, self.key_size, self.value_size
+
+    @property
+    def rate_width(self) -> int:
+        """Rows of the projection of rates: of each value head how much it learns, then how much it forgets."""
+        return 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(LinearAttention):
+    """Linear attention by the gated delta rule (Yang et al., "Gated Delta Networks", 2024)."""
+
+    tiled: bool = False
+    """Value heads take all key heads in turn: those side by side have not the same."""
+
+    @property
+    def group(self) -> int:
+        """The same, 1 if `tiled`."""
+        return 1 if self.tiled else self.num_value_heads // self.num_key_heads
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace(LinearAttention):
+    """The mixer of Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024): its C, B and x are queries, keys and values."""
+
+    norm_eps: float
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """The least step of a token, and the largest."""
+    has_conv_bias: bool = True
+
+    @property
+    def rate_width(self) -> int:
+        """Rows of the projection of rates: of each value head its step, which is both."""
+        return self.num_value_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +200,7 @@ class ShortConvolution:
         return 0, 0, 0
 
 
-Recurrence = GatedDelta | ShortConvolution
+Recurrence = GatedDelta | StateSpace | ShortConvolution
 """What a layer may have in place of attention: it keeps a state of each sequence, of one size at any length."""
 
 

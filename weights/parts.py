@@ -104,7 +104,7 @@ def _unfused(name: str, source: Source, linears: Collection[str]) -> Source:
     return source if own == fused or own.rpartition(".")[0] not in linears else Source(((own, source.shape),))
 
 
-_FUSED = {"delta_in": ("in_proj_qkvz", "in_proj_qkv"), "delta_gate": ("in_proj_qkvz", "in_proj_z")}
+_FUSED = {"memory_in": ("in_proj_qkvz", "in_proj_qkv"), "memory_gate": ("in_proj_qkvz", "in_proj_z")}
 """The names of a fused linear and of one with some of its rows, by the kind of tensor that has these."""
 _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What tensors of all experts have of each, one behind the other."""

@@ -63,8 +63,8 @@ WITH_OTHER_TOKENIZERS = ("biogpt", "cpmant", "ctrl", "gpt_neox_japanese", "xlm")
 OF_2023 = ("RefinedWeb", "RefinedWebModel")
 
 KEEPS_STATES = (
-    "has layers that keep a state in place of keys and values, as Mamba, convolutions and linear attention do: they "
-    "are not computed"
+    "has layers that keep a state in place of keys and values in another way than those that are served: they are not "
+    "computed"
 )
 WHY_REFUSED: Mapping[tuple[str, ...], str] = {
     ENCODERS: (

@@ -40,10 +40,14 @@ def sigmoid(x: Tensor) -> Tensor:
     return _by_vectors(x.contiguous(), torch.sigmoid)
 
 
-def decay(x: Tensor, factors: Tensor) -> Tensor:
-    """Return e^(-factor * softplus(x)), elementwise; on a CPU the bits of an element depend on it alone."""
-    slowed = factors * _by_vectors(x.contiguous(), functional.softplus)
-    return _by_vectors(-slowed, torch.exp)
+def softplus(x: Tensor) -> Tensor:
+    """Return ln(1 + e^x), elementwise; on a CPU the bits of an element depend on it alone."""
+    return _by_vectors(x.contiguous(), functional.softplus)
+
+
+def decay(steps: Tensor, factors: Tensor) -> Tensor:
+    """Return e^(-factor * step), elementwise; on a CPU the bits of an element depend on it alone."""
+    return _by_vectors(-(factors * steps), torch.exp)
 
 
 _GATES: dict[AttentionGate, Callable[[Tensor], Tensor]] = {"softplus": functional.softplus, "silu": functional.silu}

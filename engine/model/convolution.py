@@ -1,7 +1,7 @@
 """Causal convolutions over time, in torch, which defines them: each sequence keeps the latest inputs of each channel.
 
 backends/cpu/csrc/states.cpp computes the same. Shape letters: T tokens, C channels, S numbers of a channel, N slots of
-states. layers.py calls GatedConvolution once a layer, delta.py the function.
+states. layers.py calls GatedConvolution once a layer, linear_attention.py the function.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class GatedConvolution:
         return self._out((convolved_TC * c_TC).to(x.dtype), residual)
 
 
-def convolve(inputs_TC: Tensor, factors_SC: Tensor, latest_NSC: Tensor, place: StatePlace) -> Tensor:
+def convolve(
+    inputs_TC: Tensor, factors_SC: Tensor, latest_NSC: Tensor, place: StatePlace, bias_C: Tensor | None = None
+) -> Tensor:
     """Return the sums of the latest inputs of a sequence's tokens times their factors, fp32 [T, C]; keep the latest."""
     before = latest_NSC[place.source] if place.source >= 0 else torch.zeros_like(latest_NSC[place.slot])
     inputs = torch.cat([before, inputs_TC.float()])
     num, size = len(inputs_TC), len(factors_SC)
-    convolved_TC = torch.zeros_like(inputs[:num])
+    convolved_TC = torch.zeros_like(inputs[:num]) if bias_C is None else bias_C.repeat(num, 1)
     for i, factors_C in enumerate(factors_SC):
         convolved_TC += inputs[i : i + num] * factors_C
     latest_NSC[place.slot] = inputs[num:]

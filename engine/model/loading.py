@@ -17,7 +17,7 @@ from gptserve.engine.model.group import Group
 from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows, Weight
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
-from gptserve.engine.model.states import DeltaNumbers
+from gptserve.engine.model.states import HeadNumbers
 from gptserve.engine.model.trial import AwaitedLinear, Trial
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
@@ -62,7 +62,7 @@ class StreamedTensors:
         """By the name of the feed-forward's block."""
         self.attentions: dict[int, AttentionSpec] = {}
         """By the number of the layer."""
-        self.deltas: dict[str, DeltaNumbers] = {}
+        self.heads: dict[str, HeadNumbers] = {}
         self.convolutions: dict[str, Tensor] = {}
         """By the name of the block."""
 

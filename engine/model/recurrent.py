@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from gptserve.engine.model.convolution import GatedConvolution
-from gptserve.engine.model.delta import DeltaAttention
+from gptserve.engine.model.linear_attention import LinearHeads
 from gptserve.engine.model.loading import StreamedTensors
-from gptserve.weights.config import GatedDelta, ModelConfig
+from gptserve.weights.config import LinearAttention, ModelConfig
 
 
-def take_recurrent(config: ModelConfig, layer: int, source: StreamedTensors) -> DeltaAttention | GatedConvolution:
+def take_recurrent(config: ModelConfig, layer: int, source: StreamedTensors) -> LinearHeads | GatedConvolution:
     """Build it with the weights of the layer of this number, which has a recurrence."""
-    is_delta = isinstance(config.layers[layer].recurrence, GatedDelta)
-    return DeltaAttention(config, layer, source) if is_delta else GatedConvolution(config, layer, source)
+    has_heads = isinstance(config.layers[layer].recurrence, LinearAttention)
+    return LinearHeads(config, layer, source) if has_heads else GatedConvolution(config, layer, source)

@@ -19,7 +19,7 @@ class State(NamedTuple):
     """fp32 [N, H, K, V], of linear attention; else of no numbers"""
 
 
-class DeltaNumbers(NamedTuple):
+class HeadNumbers(NamedTuple):
     """The weights of a layer's linear attention that are not multiplied, all fp32."""
 
     conv_SC: Tensor
@@ -28,6 +28,10 @@ class DeltaNumbers(NamedTuple):
     """[H], what a token's decay has as its factor"""
     step_H: Tensor
     """[H], added to what a token says of its decay"""
+    bias_C: Tensor | None = None
+    """[C], of the convolution"""
+    skip_H: Tensor | None = None
+    """[H], of a state space: by which values are added to what heads give"""
 
 
 def make_state(recurrence: Recurrence | None, num: int, device: torch.device) -> State | None:

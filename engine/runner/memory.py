@@ -19,7 +19,7 @@ from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.kv_rows import row_size
 from gptserve.engine.runner.control_groups import group_memory_bytes
-from gptserve.weights.config import Experts, GatedDelta, ModelConfig
+from gptserve.weights.config import Experts, LinearAttention, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.quantized import held_shapes
 from gptserve.weights.quantized.coded import SUPER_GROUP, AnyFormat, CodeFormat
@@ -38,12 +38,15 @@ a server has reserved counts as free until it is used, and two that start togeth
 _MIN_CONTEXT = 2
 """One prompt token and one generated token."""
 
-_OF_DELTA = ("delta_in", "delta_gate", "delta_rates", "delta_conv", "delta_decay", "delta_step", "delta_out")
+_OF_HEADS = (
+    *("memory_in", "memory_gate", "memory_rates", "memory_conv", "memory_decay", "memory_step", "memory_skip"),
+    "memory_out",
+)
 _OF_CONVOLUTION = ("conv_in", "conv_factors", "conv_out")
 _PARTS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
-    "attention": ("qkv", "attn_gate", "attn_out", "sinks", *_OF_DELTA, *_OF_CONVOLUTION),
+    "attention": ("qkv", "attn_gate", "attn_out", "sinks", *_OF_HEADS, *_OF_CONVOLUTION),
     "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction", "factors"),
     "layer inputs": ("input_proj", "input_gate", "input_out"),
     "norms": ("scale",),  # and all tensors named ..._norm
@@ -52,7 +55,7 @@ _PARTS = {
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
 _QUANTIZED = (
-    *("qkv", "attn_gate", "attn_out", "delta_in", "delta_gate", "delta_out", "conv_in", "conv_out"),
+    *("qkv", "attn_gate", "attn_out", "memory_in", "memory_gate", "memory_out", "conv_in", "conv_out"),
     *("ffn_up", "ffn_down"),
     *("input_embed", "input_proj", "input_gate", "input_out", "embed_in", "embed_out", "head"),
 )
@@ -109,7 +112,7 @@ def weight_type_of(linear: str, quantization: Quantization | None, num_layers: i
     if parts[-1] == "ffn_down":
         number = int(parts[1])
         return "int5" if number < num_layers // 4 or number >= num_layers - num_layers // 3 else "int4"
-    return "int5" if parts[-1] in ("qkv", "attn_out", "delta_in", "delta_out", "conv_in", "conv_out") else "int4"
+    return "int5" if parts[-1] in ("qkv", "attn_out", "memory_in", "memory_out", "conv_in", "conv_out") else "int4"
 
 
 def group_format(weight_type: WeightType, num_in: int) -> CodeFormat:
@@ -262,9 +265,9 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
         shapes |= {(hidden, model.num_layers * width), (hidden, width), (width, hidden)}
     for layer in model.distinct_layers:
         recurrence = layer.recurrence
-        if isinstance(recurrence, GatedDelta):
+        if isinstance(recurrence, LinearAttention):
             shapes |= {(hidden, recurrence.conv_width), (hidden, recurrence.value_width)}
-            shapes.add((hidden, 2 * recurrence.num_value_heads))
+            shapes.add((hidden, recurrence.rate_width))
         else:
             shapes.add((hidden, layer.qkv_size if recurrence is None else recurrence.in_width))
         shapes.add((layer.out_size, hidden))

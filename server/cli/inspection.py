@@ -46,9 +46,9 @@ AS_STORED = "as stored"
 _ROWS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
-    "attention q, k, v": ("qkv", "delta_in", "conv_in"),
-    "attention out": ("attn_gate", "attn_out", "sinks", "delta_gate", "delta_out", "conv_out"),
-    "states": ("delta_rates", "delta_conv", "delta_decay", "delta_step", "conv_factors"),
+    "attention q, k, v": ("qkv", "memory_in", "conv_in"),
+    "attention out": ("attn_gate", "attn_out", "sinks", "memory_gate", "memory_out", "conv_out"),
+    "states": ("memory_rates", "memory_conv", "memory_decay", "memory_step", "memory_skip", "conv_factors"),
     "feed-forward": ("ffn_up", "ffn_down", "xielu"),
     "router": ("router", "correction", "factors"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts

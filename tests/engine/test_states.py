@@ -28,13 +28,14 @@ from tests.weights.quantized.formats import FORMATS
 from tests.weights.quantized.packers import Packer, write_quantized
 
 NUM = 12
+HYBRID = "Granite 4-H with experts, groups and limits of steps"
 NO_ATTENTION = {
     "linear_attention": "^config.json: no layer attends to tokens, and states alone are not computed$",
     "conv": r"^config.json: layer_types must be a list with a full_attention, got \['conv', 'conv', ",
 }
 
 
-@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2", "Qwen3.5 in GGUF"])
+@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2", "Qwen3.5 in GGUF", HYBRID])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, (name, *in_gguf) = tmp_path_factory.mktemp("model"), request.param.split(" in ")
     write_model(folder, *SHAPES[name])
@@ -125,16 +126,18 @@ def test_choices_of_one_prompt_compute_it_once(folder: Path) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "product"), [("packed", "native_coded"), ("awq", "native_coded"), ("fp8", "native")])
-@pytest.mark.parametrize("shape", ["Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next"])
+@pytest.mark.parametrize("shape", ["Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", HYBRID])
 def test_quantized_folders_give_nearly_what_they_are_unpacked_to(
     shape: str, name: str, product: str, tmp_path: Path
 ) -> None:
     form, folder = FORMATS[name], tmp_path / "model"
 
     def packer_of(module: str) -> Packer | None:
-        return None if module.endswith(("in_proj_a", "in_proj_b", "in_proj_ba", "gate")) else form.of(module)
+        is_left = module.endswith(("in_proj_a", "in_proj_b", "in_proj_ba", "gate", "router.layer"))
+        return None if is_left else form.of(module)
 
-    sizes = {"hidden_size": 64, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    of_delta = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    sizes = {"hidden_size": 64} | ({"mamba_n_heads": 8} if shape == HYBRID else of_delta)
     if shape != "Qwen3.5":
         sizes["num_experts_per_tok"] = 5  # all: rounded rows may choose others
     write_model(folder, SHAPES[shape][0], SHAPES[shape][1] | sizes)
@@ -159,7 +162,11 @@ def test_drafts_are_not_made(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 def test_memory_for_states_is_planned(folder: Path) -> None:
     model, config = load_config(folder), make_config(folder, max_num_seqs=5)
     size = state_bytes(model)
-    expected = {"qwen3_5_text": 3 * (3 * (2 * 64 + 96) + 4 * 32 * 24), "lfm2": 2 * 2 * 64}  # layers, and their numbers
+    expected = {  # layers, and their numbers
+        "qwen3_5_text": 3 * (3 * (2 * 64 + 96) + 4 * 32 * 24),
+        "lfm2": 2 * 2 * 64,
+        "granitemoehybrid": 2 * (2 * 48 + 128) + 4 * 24 * 32,
+    }
     assert size == 4 * expected[model.model_type]
     assert plan_states(config, model, 2 * 100 * size) == 11
     assert plan_states(config, model, 2 * 7 * size) == 7

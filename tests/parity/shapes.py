@@ -33,6 +33,15 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 3.0,
 }
+_GRANITE_HYBRID = {
+    **_GRANITE,
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+    "time_step_limit": [0.0, 9.0],
+}
 _SWASH = {**_GRANITE, "num_hidden_layers": 4, "sliding_window": 11, "layer_rope_theta": [1e4, 5e5, 0, 1e4]}
 _NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
@@ -855,6 +864,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": None,
         },
     ),
+    "Granite 4-H": ("granitemoehybrid", {**_GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True}),
+    "Granite 4-H with experts, groups and limits of steps": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_HYBRID,
+            "layer_types": ["attention", "mamba"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 192,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.6, 0.9],
+        },
+    ),
     "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),
 }
 
@@ -878,5 +902,9 @@ UNLIKE = frozenset(
     )
 )
 """Shapes that have each kind of part between them, for what depends on the parts and not on the files of a family."""
-WITH_STATES = {name for name, (kind, _) in SHAPES.items() if kind.startswith(("lfm", "qwen3_5", "qwen3_next"))}
+WITH_STATES = {
+    name
+    for name, (kind, _) in SHAPES.items()
+    if kind.startswith(("lfm", "qwen3_5", "qwen3_next")) or name.startswith("Granite 4-H")
+}
 """Those whose layers keep states, which only a CPU computes."""

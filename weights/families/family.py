@@ -19,13 +19,16 @@ layer; linears are [out, in]):
         q_norm, k_norm   [D] and [D], or [H * D] and [G * D]
         attn_gate        [H * D, hidden], or [H, hidden]
         attn_out         [hidden, H * D]
-        delta_in         [2 * K + V, hidden]: all queries, then all keys, then all values, of widths K, K and V
-        delta_gate       [V, hidden]
-        delta_rates      [2 * heads, hidden]: of each value head how much it learns, then how much it forgets
-        delta_conv       [(2 * K + V) * conv_size], fp32: the factors of a channel, that of the newest token last
-        delta_decay, delta_step [heads] and [heads], fp32: A and dt of Mamba, A as its logarithm
-        delta_norm       [value_size]
-        delta_out        [hidden, V]
+        memory_in        [2 * K + V, hidden]: all queries, then all keys, then all values, of widths K, K and V
+        memory_gate      [V, hidden]
+        memory_rates     [2 * heads, hidden]: of each value head how much it learns, then how much it forgets; of
+                         Mamba-2 [heads, hidden]: the step
+        memory_conv      [(2 * K + V) * conv_size], fp32: the factors of a channel, that of the newest token last; of
+                         Mamba-2 a bias, too, if it has one
+        memory_decay, memory_step [heads] and [heads], fp32: A and dt of Mamba, A as its logarithm
+        memory_skip      [heads], fp32: D of Mamba-2
+        memory_norm      [value_size]; of Mamba-2 [V]
+        memory_out       [hidden, V]
         conv_in          [3 * C, hidden]: b, c and x of a convolution of C channels
         conv_factors     [C * conv_size], fp32: of a channel, that of the newest token last
         conv_out         [hidden, C]

@@ -1,6 +1,5 @@
 """Granite 3: Llama with factors of the embedding, the scores, the residual terms and the logits; dense or of experts.
 
-Granite 4's dense models are that with other names of the feed-forward. Most of Granite 4 has states, and is refused.
 Granite Swash has windows on three layers of four, sinks, and rotary positions of a base of each layer's own.
 
 IBM Granite Team, "Granite 3.0 Language Models" (2024).
@@ -13,15 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gptserve.weights.config import Experts, ModelConfig
-from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_ffn, with_windows
+from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_windows
 from gptserve.weights.families.llama import IGNORED, NAMES, SINKS, llama_sources, read_llama_config
 from gptserve.weights.families.mixtral import MAX_EXPERTS
 from gptserve.weights.families.rotary import read_rotary
-from gptserve.weights.refused import KEEPS_STATES
-
-_OF_STATES = ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads", "proj_bias")
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -49,7 +44,7 @@ def _read_moe_config(raw: RawConfig) -> ModelConfig:
 
 
 def _read_shared_config(raw: RawConfig) -> ModelConfig:
-    return _with_shared_experts(raw, _read_config(raw))
+    return with_shared_experts(raw, _read_config(raw))
 
 
 def _read_swa_config(raw: RawConfig) -> ModelConfig:
@@ -58,7 +53,7 @@ def _read_swa_config(raw: RawConfig) -> ModelConfig:
 
 
 def _read_moe_swa_config(raw: RawConfig) -> ModelConfig:
-    return _with_windows(raw, _with_shared_experts(raw, _read_config(raw)))
+    return _with_windows(raw, with_shared_experts(raw, _read_config(raw)))
 
 
 def _with_windows(raw: RawConfig, config: ModelConfig) -> ModelConfig:
@@ -85,7 +80,7 @@ def _is_base(theta: object) -> bool:
     return isinstance(theta, int | float) and (theta == 0 or 1 < theta < math.inf)
 
 
-def _with_shared_experts(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+def with_shared_experts(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     width = raw.count("shared_intermediate_size", limit=MAX_WIDTH)
     if width % config.layers[0].ffn_size:
         raise raw.error("shared_intermediate_size", f"a multiple of intermediate_size ({config.layers[0].ffn_size})")
@@ -96,25 +91,6 @@ def _with_experts(raw: RawConfig, config: ModelConfig, num_shared: int = 0) -> M
     num = raw.size("num_local_experts", default=8, limit=max(1, MAX_EXPERTS // config.num_layers))
     experts = Experts(num, raw.size("num_experts_per_tok", default=2, limit=num), num_shared=num_shared)
     return config.change_layers(lambda layer: replace(layer, experts=experts))
-
-
-def _read_hybrid_config(raw: RawConfig) -> ModelConfig:
-    """Return the fields of a model all of whose layers attend, without experts. Raises UnsupportedModelError."""
-    kinds = raw.value("layer_types", raw.value("layers_block_type"))
-    if not isinstance(kinds, list) or not all(kind in ("attention", "full_attention") for kind in kinds):
-        raise UnsupportedModelError(
-            f"granitemoehybrid {KEEPS_STATES}; those of Granite 4 without such layers and without experts are served"
-        )
-    raw.forbid("layer_types", kinds[:1] * raw.size("num_hidden_layers"), "each layer has a type")
-    raw.default(num_local_experts=8, intermediate_size=11_008)
-    raw.forbid("num_local_experts", 0, "of models without states, only those without experts are published")
-    raw.forbid("normalization_function", "rmsnorm", "transformers has no other")
-    raw.skip("num_experts_per_tok", "init_method", "time_step_limit", *(f"mamba_{name}" for name in _OF_STATES))
-    width = raw.size("shared_intermediate_size", default=1024, limit=MAX_WIDTH)
-    config = with_factors(raw, with_ffn(read_llama_config(raw), width))
-    if raw.value("position_embedding_type") == "rope":
-        return config
-    return config.change_layers(lambda layer: replace(layer, rotary=None))
 
 
 def _with_moe(names: layout.Names, router: str, up: str, down: str) -> Callable[[ModelConfig], dict[str, Source]]:
@@ -131,20 +107,19 @@ def _with_moe(names: layout.Names, router: str, up: str, down: str) -> Callable[
             for e in range(num):
                 found[f"{block}experts.{e}.ffn_up.weight"] = Source((ups,), entry=e)
                 found[f"{block}experts.{e}.ffn_down.weight"] = Source((downs,), entry=e)
-            found |= layout.shared_experts(_SHARED, number, layer, hidden)
+            found |= layout.shared_experts(SHARED, number, layer, hidden)
         return layout.in_order(found)
 
     return sources
 
 
 PATTERN = 4  # Granite Swash: the first of four layers has no window
-_SHARED = layout.Shared(("layers.{}.shared_mlp.input_linear",), "layers.{}.shared_mlp.output_linear")
-_HYBRID: layout.Names = {"blocks.{}.ffn_up": _SHARED.up[0], "blocks.{}.ffn_down": _SHARED.down}
-_moe_sources = _with_moe(NAMES, "router.layer", "input_linear.weight", "output_linear.weight")
+SHARED = layout.Shared(("layers.{}.shared_mlp.input_linear",), "layers.{}.shared_mlp.output_linear")
+moe_sources = _with_moe(NAMES, "router.layer", "input_linear.weight", "output_linear.weight")
 GRANITE = Family("granite", _read_config, llama_sources, ignored=IGNORED, models="Granite 3")
-GRANITE_MOE = Family("granitemoe", _read_moe_config, _moe_sources, ignored=IGNORED, models="Granite 3 with experts")
+GRANITE_MOE = Family("granitemoe", _read_moe_config, moe_sources, ignored=IGNORED, models="Granite 3 with experts")
 GRANITE_MOE_SHARED = Family(
-    "granitemoeshared", _read_shared_config, _moe_sources, ignored=IGNORED, models="Granite with shared experts"
+    "granitemoeshared", _read_shared_config, moe_sources, ignored=IGNORED, models="Granite with shared experts"
 )
 GRANITE_SWA = Family(
     "granite_swa", _read_swa_config, layout.decoder({**NAMES, **SINKS}), ignored=IGNORED, models="Granite Swash"
@@ -155,11 +130,4 @@ GRANITE_MOE_SWA = Family(
     _with_moe({**NAMES, **SINKS}, "router", "experts.gate_up_proj", "experts.down_proj"),
     ignored=IGNORED,
     models="Granite Swash with experts",
-)
-GRANITE_HYBRID = Family(
-    "granitemoehybrid",
-    _read_hybrid_config,
-    layout.decoder({**NAMES, **_HYBRID}),
-    ignored=IGNORED,
-    models="Granite 4's dense models, without Mamba",
 )

@@ -57,7 +57,7 @@ def _named(
     kind = name.rpartition(".")[2]
     if _absent(config, layer).get(kind):
         return {}
-    if kind.startswith("delta_"):
+    if kind.startswith("memory_"):
         delta = layer.recurrence
         return _of_delta(delta, name, kind, stored, hidden) if isinstance(delta, GatedDelta) else {}
     if kind.startswith("conv_"):
@@ -133,18 +133,18 @@ _OF_INPUTS = ("input_embed", "input_proj", "input_norm", "input_gate", "input_ou
 def _of_delta(delta: GatedDelta, name: str, kind: str, stored: Sequence[str], hidden: int) -> dict[str, Source]:
     """Return the tensor of one canonical name of linear attention, whose numbers of heads and channels stay wide."""
     heads, width = delta.num_value_heads, delta.value_width
-    if kind in ("delta_decay", "delta_step"):
+    if kind in ("memory_decay", "memory_step"):
         return {name: Source(((stored[0], (heads,)),), is_wide=True)}
-    if kind == "delta_norm":
+    if kind == "memory_norm":
         return {f"{name}.weight": Source(((f"{stored[0]}.weight", (delta.value_size,)),))}
-    if kind == "delta_conv":
+    if kind == "memory_conv":
         shape = (delta.conv_width, 1, delta.conv_size)
         return {f"{name}.weight": Source(((f"{stored[0]}.weight", shape),), is_wide=True, is_flat=True)}
     sizes = {  # rows of each part, columns
-        "delta_in": ((delta.key_width, delta.key_width, width), hidden),
-        "delta_gate": ((width,), hidden),
-        "delta_rates": ((heads, heads), hidden),
-        "delta_out": ((hidden,), width),
+        "memory_in": ((delta.key_width, delta.key_width, width), hidden),
+        "memory_gate": ((width,), hidden),
+        "memory_rates": ((heads, heads), hidden),
+        "memory_out": ((hidden,), width),
     }
     rows, num_in = sizes[kind]
     parts = list(zip(stored, rows, strict=True)) if len(stored) > 1 else [(stored[0], sum(rows))]

@@ -19,7 +19,7 @@ from gptserve.weights.families.qwen3_5 import (
 )
 from gptserve.weights.families.qwen_moe import SHARED, mixing_layers
 
-_FUSED = ("blocks.{}.delta_in", "blocks.{}.delta_gate", "blocks.{}.delta_rates")
+_FUSED = ("blocks.{}.memory_in", "blocks.{}.memory_gate", "blocks.{}.memory_rates")
 _next_others = layout.decoder({name: stored for name, stored in NAMES.items() if name not in _FUSED})
 
 
@@ -61,7 +61,7 @@ def _next_sources(config: ModelConfig) -> dict[str, Source]:
         delta = layer.recurrence
         if not isinstance(delta, GatedDelta):
             continue
-        block, stored = f"blocks.{number}.delta_", DELTA.format(number)
+        block, stored = f"blocks.{number}.memory_", DELTA.format(number)
         num, hidden = delta.num_value_heads // delta.num_key_heads, config.hidden_size
         values = num * delta.value_size
         *inputs, gates = _parts_of_heads(delta, (delta.key_size, delta.key_size, values, values))

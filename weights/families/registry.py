@@ -74,7 +74,7 @@ FAMILIES: Final = Registry(
         "cohere": "cohere.COHERE",
         "cohere2": "cohere.COHERE2",
         "granite": "granite.GRANITE",
-        "granitemoehybrid": "granite.GRANITE_HYBRID",
+        "granitemoehybrid": "granite_hybrid.GRANITE_HYBRID",
         "granite_swa": "granite.GRANITE_SWA",
         "nemotron": "nemotron.NEMOTRON",
         "apertus": "apertus.APERTUS",

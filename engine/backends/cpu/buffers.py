@@ -10,7 +10,7 @@ import torch
 from gptserve.engine.backends.cpu.linear import NativeLinear
 from gptserve.engine.backends.cpu.program import route_bytes
 from gptserve.engine.model.loading import StreamedTensors
-from gptserve.weights.config import Experts, GatedDelta, LayerConfig, ModelConfig
+from gptserve.weights.config import Experts, LayerConfig, LinearAttention, ModelConfig
 
 _WIDE = ("x", "taken", "logits", "wide_scores")
 """The buffers that are always in fp32: those of the residual stream, the logits, and those of choices by scores."""
@@ -40,11 +40,11 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
     if layer.dense_size is not None:
         widths |= {"dense_up": layer.dense_size * (2 if config.gated_ffn else 1), "dense_gated": layer.dense_size}
     recurrence = layer.recurrence
-    if isinstance(recurrence, GatedDelta):
+    if isinstance(recurrence, LinearAttention):
         widths |= {
             "unmixed": recurrence.conv_width,
             "mixed": recurrence.conv_width,
-            "rates": 2 * recurrence.num_value_heads,
+            "rates": recurrence.rate_width,
         }
         widths["gates"] = recurrence.value_width
     elif recurrence is not None:

@@ -13,7 +13,7 @@ from gptserve.engine.backends.cpu.linear import NativeLinear
 from gptserve.engine.backends.cpu.program import MAX_KEY_SIZE
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.loading import StreamedTensors
-from gptserve.weights.config import GatedDelta, ModelConfig
+from gptserve.weights.config import LinearAttention, ModelConfig
 
 
 def find_obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
@@ -27,8 +27,8 @@ def find_obstacle(config: ModelConfig, parts: StreamedTensors, backend: Attentio
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
-    deltas = (layer.recurrence for layer in config.distinct_layers if isinstance(layer.recurrence, GatedDelta))
-    if any(delta.key_size > MAX_KEY_SIZE for delta in deltas):
+    recurrences = (layer.recurrence for layer in config.distinct_layers)
+    if any(isinstance(its, LinearAttention) and its.key_size > MAX_KEY_SIZE for its in recurrences):
         return f"its linear attention has keys of more than {MAX_KEY_SIZE}"
     of_layers = [(layer.out_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
     widths = (config.hidden_size, config.embed_size or 0, config.layer_input_size or 0, *chain.from_iterable(of_layers))

@@ -20,7 +20,7 @@ Kind = Literal[
     "attend",
     "experts",
     "convolve",
-    "delta",
+    "recur",
     "take",
     "embed",
     "add_position",
@@ -138,15 +138,16 @@ def router_data(experts: Mixture, correction: int | None, factors: int | None = 
 class Convolve(Structure):
     """Convolve of program.h."""
 
-    _fields_ = native.members((c_void_p, "factors"), (c_int64, "layer size"), (c_int32, "gated"))
+    _fields_ = native.members((c_void_p, "factors bias"), (c_int64, "layer size"), (c_int32, "gated"))
 
 
-class Delta(Structure):
-    """Delta of program.h."""
+class Recur(Structure):
+    """Recur of program.h."""
 
     _fields_ = native.members(
-        (c_void_p, "decay step"),
+        (c_void_p, "decay step skip"),
         (c_int64, "layer num_key_heads num_value_heads key_size value_size group"),
+        (c_float, "least_step most_step"),
         (c_int32, "rates"),
     )
 

@@ -19,25 +19,25 @@ from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import (
     HEAD_GATES,
     Convolve,
-    Delta,
     Experts,
     Gate,
     Norm,
     Program,
+    Recur,
     Rotation,
     Table,
     router_data,
 )
 from gptserve.engine.model import norm as model_norm
-from gptserve.engine.model.delta import key_norms
 from gptserve.engine.model.feed_forward import DenseAndExperts
 from gptserve.engine.model.layer_inputs import LayerInputs
 from gptserve.engine.model.layers import Block
 from gptserve.engine.model.linear import Rows
+from gptserve.engine.model.linear_attention import key_norms
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.operations import WritePart
 from gptserve.weights.config import Experts as Mixture
-from gptserve.weights.config import GatedDelta, ModelConfig, ShortConvolution
+from gptserve.weights.config import GatedDelta, ModelConfig, ShortConvolution, StateSpace
 
 
 class Writer:
@@ -79,10 +79,10 @@ class Writer:
         buffers = self._buffers[layer]
         if layer.recurrence is None:
             attention = self._attention(number, rotations, backend)
-        elif isinstance(layer.recurrence, GatedDelta):
-            attention = self._linear_attention(number, layer.recurrence, buffers)
-        else:
+        elif isinstance(layer.recurrence, ShortConvolution):
             attention = self._convolution(number, layer.recurrence, buffers)
+        else:
+            attention = self._linear_attention(number, layer.recurrence, buffers)
         if layer.experts is None:
             ffn = self._feed_forward(name, buffers)
         elif layer.dense_size is None:
@@ -170,32 +170,37 @@ class Writer:
 
         return append
 
-    def _linear_attention(self, layer: int, delta: GatedDelta, buffers: Mapping[str, str]) -> WritePart:
-        name, heads, mixed = f"blocks.{layer}", buffers["heads"], buffers["mixed"]
-        numbers = self._parts.deltas[name]
-        rates = self.program.number(buffers["rates"])
-        of_heads = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size, delta.group
-        convolve = Convolve(self._address(numbers.conv_SC), layer, delta.conv_size, gated=False)
-        recur = Delta(self._address(numbers.decay_H), self._address(numbers.step_H), layer, *of_heads, rates)
-        norms, gate = key_norms(delta, numbers.decay_H.device), c_int32(HEAD_GATES.index("silu"))
+    def _linear_attention(self, layer: int, shape: GatedDelta | StateSpace, buffers: Mapping[str, str]) -> WritePart:
+        name, heads, mixed, gates = f"blocks.{layer}.memory", buffers["heads"], buffers["mixed"], buffers["gates"]
+        numbers = self._parts.heads[f"blocks.{layer}"]
+        factors, decay, step, bias, skip = (None if its is None else self._address(its) for its in numbers)
+        sizes = shape.num_key_heads, shape.num_value_heads, shape.key_size, shape.value_size, shape.group
+        limits = shape.step_limits if isinstance(shape, StateSpace) else (0.0, 0.0)
+        convolve = Convolve(factors, bias, layer, shape.conv_size, gated=False)
+        recur = Recur(decay, step, skip, layer, *sizes, *limits, self.program.number(buffers["rates"]))
+        norms = key_norms(shape, numbers.decay_H.device) if isinstance(shape, GatedDelta) else ()
+        width = shape.value_width // shape.num_key_heads
 
         def append(source: str, target: str, residual: str) -> None:
-            self.linear(f"{name}.delta_in", source, buffers["unmixed"])
-            self.linear(f"{name}.delta_gate", source, buffers["gates"])
-            self.linear(f"{name}.delta_rates", source, buffers["rates"])
+            for part, buffer in (("in", buffers["unmixed"]), ("gate", gates), ("rates", buffers["rates"])):
+                self.linear(f"{name}_{part}", source, buffer)
             self.program.add("convolve", buffers["unmixed"], mixed, convolve)
-            for part, norm in enumerate(norms):
-                self._normalise(norm, mixed, mixed, (part * delta.key_width, delta.num_key_heads, delta.key_size))
-            self.program.add("delta", mixed, heads, recur)
-            self._norm(f"{name}.delta_norm", heads, heads, (0, delta.num_value_heads, delta.value_size))
-            self.program.add("gate_heads", buffers["gates"], heads, gate)
-            self.linear(f"{name}.delta_out", heads, target, residual)
+            for number, norm in enumerate(norms):
+                self._normalise(norm, mixed, mixed, (number * shape.key_width, shape.num_key_heads, shape.key_size))
+            self.program.add("recur", mixed, heads, recur)
+            if isinstance(shape, GatedDelta):
+                self._norm(f"{name}_norm", heads, heads, (0, shape.num_value_heads, shape.value_size))
+            self.program.add("gate_heads", gates, heads, c_int32(HEAD_GATES.index("silu")))
+            if isinstance(shape, StateSpace):
+                for number in range(shape.num_key_heads):
+                    self._norm(f"{name}_norm", heads, heads, (number * width, 1, width), number)
+            self.linear(f"{name}_out", heads, target, residual)
 
         return append
 
     def _convolution(self, layer: int, convolution: ShortConvolution, buffers: Mapping[str, str]) -> WritePart:
         name, factors = f"blocks.{layer}", self._address(self._parts.convolutions[f"blocks.{layer}"])
-        convolve = Convolve(factors, layer, convolution.conv_size, gated=True)
+        convolve = Convolve(factors, None, layer, convolution.conv_size, gated=True)
 
         def append(source: str, target: str, residual: str) -> None:
             self.linear(f"{name}.conv_in", source, buffers["unmixed"])

@@ -235,7 +235,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "starcoder2": _IDS,
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16, "num_local_experts": 0},
 }
 """What no model can be without, where transformers' class has no value, or one outside of its vocabulary."""
 

@@ -54,7 +54,10 @@ def test_every_family_is_found_by_its_model_type() -> None:
             "deepseek_v3",
             r"deepseek_v3 has latent attention \(MLA\), whose keys and values are one vector for all heads",
         ),
-        ("jamba", "jamba has layers that keep a state in place of keys and values, as Mamba, convolutions"),
+        (
+            "jamba",
+            "jamba has layers that keep a state in place of keys and values in another way than those that are served",
+        ),
         (
             "llama4_text",
             "llama4_text attends within chunks of 8,192 positions, and its routers weigh what experts read",

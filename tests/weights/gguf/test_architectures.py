@@ -160,7 +160,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, quant: GGMLQu
         )
         assert of_file.keys() == of_copy.keys()
         differing = [key for key in of_file if not torch.equal(of_file[key], of_copy[key])]
-        assert [key for key in differing if not key.endswith(("norm.weight", "delta_decay"))] == []
+        assert [key for key in differing if not key.endswith(("norm.weight", "memory_decay"))] == []
         for key in differing:  # one was added and taken away, or a power taken
             assert (of_file[key] - of_copy[key]).abs().max() < 1e-6
 

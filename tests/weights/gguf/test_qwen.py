@@ -154,7 +154,7 @@ def test_matrices_are_the_blocks_of_the_file(name: str, tmp_path: Path) -> None:
     folder = written(wide(name), q4_k_m, tmp_path / "model")
     checkpoint = Checkpoint(folder, load_config(folder))
     formats, block = checkpoint.code_formats, "blocks.0."
-    assert {formats[f"{block}delta_{part}.weight"] for part in ("in", "gate", "rates", "out")} == {Q4_K}
+    assert {formats[f"{block}memory_{part}.weight"] for part in ("in", "gate", "rates", "out")} == {Q4_K}
     attention = load_config(folder).num_layers - 1
     assert formats[f"blocks.{attention}.qkv.weight"] == JoinedFormat(((8 * 24 + 4 * 24, Q4_K), (4 * 24, Q6_K)))
     of_experts = {its for key, its in formats.items() if ".experts." in key}
@@ -180,7 +180,7 @@ def test_older_files_of_qwen3_next_have_queries_keys_values_and_gates_in_one_ten
 def test_older_files_in_blocks_are_read_in_order(tmp_path: Path) -> None:
     folder = written(wide("Qwen3-Next"), q4_k_m, tmp_path / "model", older=True)
     checkpoint = Checkpoint(folder, load_config(folder))
-    assert checkpoint.code_formats["blocks.0.delta_gate.weight"] == Q4_K
+    assert checkpoint.code_formats["blocks.0.memory_gate.weight"] == Q4_K
     check(checkpoint)
 
 

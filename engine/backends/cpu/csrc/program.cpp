@@ -73,7 +73,7 @@ EXPORT void native_run(const Program* program, const Step* whole) {
             mix_experts(*program, step, *first);
         } else if (first->kind == CONVOLVE) {
             convolve(*program, step, *first);
-        } else if (first->kind == DELTA) {
+        } else if (first->kind == RECUR) {
             recur(*program, step, *first);
         } else {
             if (first->kind == TAKE) step.num_rows = step.num_taken;

@@ -17,7 +17,7 @@ enum Kind {
     ATTEND,  // data: Attend
     EXPERTS,  // data: Experts; in are the rows, out their mixtures plus residual
     CONVOLVE,  // data: Convolve; changes states
-    DELTA,     // data: Delta; changes states
+    RECUR,     // data: Recur; changes states
     // From here on an operation computes row by row: a RowOperation of rows.cpp.
     TAKE,          // out are the rows of in that the step names; later operations have only as many rows
     EMBED,         // data: Table; out is the row of the token
@@ -187,17 +187,20 @@ struct Attend {
 // the convolution of b * x, then times c.
 struct Convolve {
     const float* factors;  // [size][channels], those of the newest token last
+    const float* bias;     // [channels], or null
     int64_t layer, size;
     int32_t gated;
 };
 
 constexpr int64_t MAX_KEY_SIZE = 1024;
 
-// in is the queries, keys and values; rates is the buffer of what each value head learns, then of what it forgets.
-// `group` value heads side by side have one key head, the next ones the next; behind the last one comes the first.
-struct Delta {
-    const float *decay, *step;  // [num_value_heads]
+// Linear attention by the gated delta rule or, with a skip, by a state space. in is the queries, keys and values; rates is
+// the buffer of what each value head learns, then of what it forgets, or of its step. `group` value heads side by side
+// have one key head, the next ones the next; behind the last one comes the first.
+struct Recur {
+    const float *decay, *step, *skip;  // [num_value_heads]; skip is null for the delta rule
     int64_t layer, num_key_heads, num_value_heads, key_size, value_size, group;
+    float least_step, most_step;       // of a state space
     int32_t rates;
 };
 
@@ -209,7 +212,7 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
 // Run an operation of kind EXPERTS.
 void mix_experts(const Program& program, const Step& step, const Operation& op);
 
-// Run an operation of kind CONVOLVE, or DELTA.
+// Run an operation of kind CONVOLVE, or RECUR.
 void convolve(const Program& program, const Step& step, const Operation& op);
 void recur(const Program& program, const Step& step, const Operation& op);
 

@@ -1,6 +1,6 @@
-// The operations of a program that keep a state of each sequence: a convolution over time, and the gated delta rule.
+// The operations of a program that keep a state of each sequence: a convolution over time, and linear attention.
 //
-// engine/model/delta.py and convolution.py say what they compute. Each computes in fp32, the tokens of a sequence one
+// engine/model/linear_attention.py and convolution.py say what they compute. Each computes in fp32, the tokens of a sequence one
 // after the other, so that its bits depend neither on the steps in which they come nor on other sequences. AVX2 and
 // AVX-512 give the same bits; the instructions of any CPU may give others.
 
@@ -75,7 +75,7 @@ void convolve_parts(void* shared, int64_t chunk) {
 
 void recur_parts(void* shared, int64_t chunk) {
     const StateJob& job = *(const StateJob*)shared;
-    const int64_t num_heads = ((const Delta*)job.op.data)->num_value_heads;
+    const int64_t num_heads = ((const Recur*)job.op.data)->num_value_heads;
     for (int64_t i = chunk * job.per_chunk; i < least(job.num, (chunk + 1) * job.per_chunk); i++) {
         const int64_t from = i % job.num_parts * job.part_size, end = least(job.width, from + job.part_size);
         const int64_t number = i / job.num_parts;
@@ -100,7 +100,7 @@ void convolve(const Program& program, const Step& step, const Operation& op) {
 }
 
 void recur(const Program& program, const Step& step, const Operation& op) {
-    const Delta& d = *(const Delta*)op.data;
+    const Recur& d = *(const Recur*)op.data;
     const int64_t size = step.num_rows < MANY_ROWS * step.batch->num_seqs ? d.value_size : COLUMNS_AT_ONCE;
     const int64_t num_parts = (d.value_size + size - 1) / size;
     StateJob job = {program, step, op, state_operations(program), num_parts, size, d.value_size,

@@ -26,7 +26,7 @@ static void convolve_as(const Operation& op, const Program& program, const Step&
     };
     T* out = (T*)program.buffers[op.out].data + start * width + first;
     for (int64_t row = 0; row < num_rows; row++) {
-        Floats sum = broadcast(0);
+        Floats sum = c.bias ? load(c.bias + first, count) : broadcast(0);
         for (int64_t i = 0; i < c.size; i++)
             sum = fma(input(row - num_latest + i), load(c.factors + i * width + first, count), sum);
         const T* factor = in_row<T>(program, op, start + row) + width + first;
@@ -47,10 +47,16 @@ static void convolve_channels(const Operation& op, const Program& program, const
     convolve(op, program, step, sequence, first, count);
 }
 
-// Return e^(-factor softplus(x)).
-static inline float decay_of(float factor, float x) {
+// Return e^(-factor step).
+static inline float decay_of(float factor, float step) {
     float lanes[16];
-    store(lanes, 16, exp_of(broadcast(0) - broadcast(factor) * softplus(broadcast(x))));
+    store(lanes, 16, exp_of(broadcast(0) - broadcast(factor) * broadcast(step)));
+    return lanes[0];
+}
+
+static inline float softplus_of(float x) {
+    float lanes[16];
+    store(lanes, 16, softplus(broadcast(x)));
     return lanes[0];
 }
 
@@ -70,10 +76,10 @@ static inline void widen(const bf16* from, int64_t num, float* to) {
 
 // Compute what a head of a sequence gives in `count` columns from `first` on, at most 32: memory and values of a column
 // depend on no other. Sums over the rows of a memory are of two halves, its even and its odd rows.
-template <class T>
-static void recur_columns(const Operation& op, const Program& program, const Step& step, int64_t sequence,
-                          int64_t head, int64_t first, int64_t count) {
-    const Delta& d = *(const Delta*)op.data;
+template <class T, bool IS_DELTA>
+static void recur_as(const Operation& op, const Program& program, const Step& step, int64_t sequence, int64_t head,
+                     int64_t first, int64_t count) {
+    const Recur& d = *(const Recur*)op.data;
     const StatePlace place = step.states[sequence];
     const int64_t keys = d.key_size, size = d.value_size, start = step.batch->query_starts[sequence];
     const int64_t num_rows = step.batch->query_starts[sequence + 1] - start;
@@ -96,19 +102,24 @@ static void recur_columns(const Operation& op, const Program& program, const Ste
         widen(in + key_head * keys, keys, q);
         widen(in + (d.num_key_heads + key_head) * keys, keys, k);
         const T* value = in + 2 * d.num_key_heads * keys + head * size + first;
-        float of_token[2];  // how much it learns and forgets
-        widen((const T*)rates.data + (start + row) * rates.width + head, 1, of_token);
-        widen((const T*)rates.data + (start + row) * rates.width + d.num_value_heads + head, 1, of_token + 1);
-        const Floats decay = broadcast(decay_of(d.decay[head], of_token[1] + d.step[head]));
-        const Floats learned = broadcast(sigmoid_of(of_token[0])), zero = broadcast(0);
+        const T* its_rates = (const T*)rates.data + (start + row) * rates.width + head;
+        float learns, forgets;
+        widen(its_rates, 1, &learns);
+        widen(its_rates + (IS_DELTA ? d.num_value_heads : 0), 1, &forgets);
+        float its_step = softplus_of(forgets + d.step[head]);
+        if (!IS_DELTA && its_step < d.least_step) its_step = d.least_step;
+        if (!IS_DELTA && its_step > d.most_step) its_step = d.most_step;  // NaN stays NaN
+        const Floats decay = broadcast(decay_of(d.decay[head], its_step));
+        const Floats learned = broadcast(IS_DELTA ? sigmoid_of(learns) : its_step), zero = broadcast(0);
         Floats a[2] = {zero, zero}, b[2] = {zero, zero};
-        for (int64_t j = 0; j < keys; j++) {
+        for (int64_t j = 0; IS_DELTA && j < keys; j++) {
             const Floats key = broadcast(k[j]);
             a[j & 1] = fma(load(memory + j * size, n), key, a[j & 1]);
             if (m) b[j & 1] = fma(load(memory + j * size + 16, m), key, b[j & 1]);
         }
-        const Floats change = (load(value, n) - (a[0] + a[1]) * decay) * learned;
-        const Floats other = m ? (load(value + 16, m) - (b[0] + b[1]) * decay) * learned : zero;
+        const Floats own = load(value, n), next = m ? load(value + 16, m) : zero;
+        const Floats change = (IS_DELTA ? own - (a[0] + a[1]) * decay : own) * learned;
+        const Floats other = (IS_DELTA ? next - (b[0] + b[1]) * decay : next) * learned;
         a[0] = a[1] = b[0] = b[1] = zero;
         for (int64_t j = 0; j < keys; j++) {
             const Floats key = broadcast(k[j]), query = broadcast(q[j]);
@@ -122,10 +133,18 @@ static void recur_columns(const Operation& op, const Program& program, const Ste
             }
         }
         T* out = (T*)program.buffers[op.out].data + (start + row) * program.buffers[op.out].width + head * size + first;
-        store(out, n, a[0] + a[1]);
-        if (m) store(out + 16, m, b[0] + b[1]);
+        const Floats skip = broadcast(IS_DELTA ? 0 : d.skip[head]);
+        store(out, n, IS_DELTA ? a[0] + a[1] : fma(skip, own, a[0] + a[1]));
+        if (m) store(out + 16, m, IS_DELTA ? b[0] + b[1] : fma(skip, next, b[0] + b[1]));
         if (row == place.kept_row) copy(memory, memories + place.kept_slot * stride);
     }
+}
+
+template <class T>
+static void recur_columns(const Operation& op, const Program& program, const Step& step, int64_t sequence,
+                          int64_t head, int64_t first, int64_t count) {
+    const auto recur = ((const Recur*)op.data)->skip ? recur_as<T, false> : recur_as<T, true>;
+    recur(op, program, step, sequence, head, first, count);
 }
 
 template <class T>

@@ -1,4 +1,4 @@
-"""The operations that keep states: they compute what delta.py defines, by all instructions, in any steps and slots."""
+"""The operations that keep states: they compute what torch does, by all instructions, in any steps and slots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import _Batch
-from gptserve.engine.backends.cpu.program import Convolve, Delta, Program, StateCache
-from gptserve.engine.model.activation import decay
-from gptserve.engine.model.delta import of_value_heads, recur
+from gptserve.engine.backends.cpu.program import Convolve, Program, Recur, StateCache
+from gptserve.engine.model.activation import decay, softplus
+from gptserve.engine.model.linear_attention import of_value_heads, recur
 from gptserve.engine.model.states import State, make_state
 from gptserve.engine.state_place import StatePlace
-from gptserve.weights.config import GatedDelta, ShortConvolution
+from gptserve.weights.config import GatedDelta, ShortConvolution, StateSpace
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
@@ -30,7 +30,11 @@ SHAPES = (
     GatedDelta(2, 6, 16, 20, 4, tiled=True),
     GatedDelta(3, 3, 128, 128, 4),
     GatedDelta(1, 2, 5, 50, 1),
+    StateSpace(1, 1, 8, 8, 2, norm_eps=1e-5),
+    StateSpace(2, 4, 17, 33, 4, norm_eps=1e-5, step_limits=(0.5, 1.5), has_conv_bias=False),
+    StateSpace(1, 3, 128, 64, 4, norm_eps=1e-5),
 )
+Shape = GatedDelta | StateSpace
 NUM_SLOTS = 5
 
 
@@ -38,7 +42,7 @@ NUM_SLOTS = 5
 class Layer:
     """A layer's numbers, and a program of its two operations."""
 
-    delta: GatedDelta
+    shape: Shape
     dtype: torch.dtype
     variant: native.Variant | None = None
     num_slots: int = NUM_SLOTS
@@ -46,25 +50,31 @@ class Layer:
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
-        delta = self.delta
-        self.factors_SC = torch.randn(delta.conv_size, delta.conv_width)
-        self.decay_H, self.step_H = torch.rand(delta.num_value_heads) * 4, torch.randn(delta.num_value_heads)
-        state = make_state(delta, self.num_slots, torch.device("cpu"))
+        shape = self.shape
+        self.factors_SC = torch.randn(shape.conv_size, shape.conv_width)
+        self.decay_H, self.step_H = torch.rand(shape.num_value_heads) * 4, torch.randn(shape.num_value_heads)
+        is_space = isinstance(shape, StateSpace)
+        self.skip_H = torch.randn(shape.num_value_heads) if is_space else None
+        self.bias_C = torch.randn(shape.conv_width) if isinstance(shape, StateSpace) and shape.has_conv_bias else None
+        self.limits = shape.step_limits if isinstance(shape, StateSpace) else (0.0, 0.0)
+        state = make_state(shape, self.num_slots, torch.device("cpu"))
         assert state is not None
         self.state = State(*(torch.full_like(its, torch.nan) for its in state))  # nobody may read it
 
     def run(self, inputs: Tensor, rates: Tensor, places: list[StatePlace], sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Return what the two operations give for rows of sequences of these sizes."""
-        delta, num = self.delta, len(inputs)
-        widths = {"in": delta.conv_width, "mixed": delta.conv_width, "rates": rates.shape[1], "out": delta.value_width}
+        shape, num = self.shape, len(inputs)
+        widths = {"in": shape.conv_width, "mixed": shape.conv_width, "rates": rates.shape[1], "out": shape.value_width}
         program = Program(widths, self.dtype.itemsize, self.variant)
         mixed, out = (torch.empty(num, widths[name], dtype=self.dtype) for name in ("mixed", "out"))
         for name, tensor in {"in": inputs, "mixed": mixed, "rates": rates, "out": out}.items():
             program.place(name, tensor.data_ptr())
-        program.add("convolve", "in", "mixed", Convolve(self.factors_SC.data_ptr(), 0, delta.conv_size, gated=False))
-        sizes_of = delta.num_key_heads, delta.num_value_heads, delta.key_size, delta.value_size, delta.group
-        numbers = self.decay_H.data_ptr(), self.step_H.data_ptr(), 0, *sizes_of
-        program.add("delta", "mixed", "out", Delta(*numbers, program.number("rates")))
+        bias, skip = (None if its is None else its.data_ptr() for its in (self.bias_C, self.skip_H))
+        convolve = Convolve(self.factors_SC.data_ptr(), bias, 0, shape.conv_size, gated=False)
+        program.add("convolve", "in", "mixed", convolve)
+        sizes_of = shape.num_key_heads, shape.num_value_heads, shape.key_size, shape.value_size, shape.group
+        numbers = self.decay_H.data_ptr(), self.step_H.data_ptr(), skip, 0, *sizes_of, *self.limits
+        program.add("recur", "mixed", "out", Recur(*numbers, program.number("rates")))
         starts = array("i", [0, *torch.tensor(sizes).cumsum(0).tolist()])
         batch = _Batch(query_starts=starts.buffer_info()[0], num_seqs=len(sizes), num_tokens=num)
         cache = StateCache(self.state.latest_NSC.data_ptr(), self.state.memory_NHKV.data_ptr())
@@ -75,24 +85,27 @@ class Layer:
 
     def rows(self, num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        shapes = (num, self.delta.conv_width), (num, 2 * self.delta.num_value_heads)
+        shapes = (num, self.shape.conv_width), (num, self.shape.rate_width)
         inputs, rates = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
-        return inputs * self.delta.key_size**-0.5, rates
+        return inputs * self.shape.key_size**-0.5, rates
 
     def expected(self, inputs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same for one sequence from its first token on, in fp32 by torch."""
-        delta, num = self.delta, len(inputs)
-        before = functional.pad(inputs.float(), (0, 0, delta.conv_size - 1, 0))
-        sums = torch.stack([before[i : i + num] * self.factors_SC[i] for i in range(delta.conv_size)]).sum(0)
-        mixed = functional.silu(sums).to(self.dtype)
-        q, k, v = mixed.float().split_with_sizes((delta.key_width, delta.key_width, delta.value_width), dim=1)
-        q_TGK, k_TGK = (its.view(num, delta.num_key_heads, delta.key_size) for its in (q, k))
-        v_THV = v.view(num, delta.num_value_heads, delta.value_size)
-        learned, forgotten = rates.float().chunk(2, dim=1)
-        of_tokens = decay(forgotten + self.step_H, self.decay_H), learned.sigmoid()
-        memory = torch.empty(1, delta.num_value_heads, delta.key_size, delta.value_size)
-        q_THK, k_THK = (of_value_heads(its, delta) for its in (q_TGK, k_TGK))
-        return mixed, recur(memory, StatePlace(0, -1), q_THK, k_THK, v_THV, *of_tokens).flatten(1)
+        shape, num = self.shape, len(inputs)
+        before = functional.pad(inputs.float(), (0, 0, shape.conv_size - 1, 0))
+        sums = torch.stack([before[i : i + num] * self.factors_SC[i] for i in range(shape.conv_size)]).sum(0)
+        mixed = functional.silu(sums if self.bias_C is None else sums + self.bias_C).to(self.dtype)
+        q, k, v = mixed.float().split_with_sizes((shape.key_width, shape.key_width, shape.value_width), dim=1)
+        q_TGK, k_TGK = (its.view(num, shape.num_key_heads, shape.key_size) for its in (q, k))
+        v_THV = v.view(num, shape.num_value_heads, shape.value_size)
+        *learned, forgotten = rates.float().split(shape.num_value_heads, dim=1)
+        steps = softplus(forgotten + self.step_H)
+        if isinstance(shape, StateSpace):
+            steps = steps.clamp(*shape.step_limits)
+        of_tokens = decay(steps, self.decay_H), learned[0].sigmoid() if learned else steps
+        memory = torch.empty(1, shape.num_value_heads, shape.key_size, shape.value_size)
+        q_THK, k_THK = (of_value_heads(its, shape) for its in (q_TGK, k_TGK))
+        return mixed, recur(memory, StatePlace(0, -1), q_THK, k_THK, v_THV, *of_tokens, self.skip_H).flatten(1)
 
 
 def test_value_heads_have_their_key_heads_side_by_side_or_in_turn() -> None:
@@ -107,10 +120,10 @@ def variants(dtype: torch.dtype) -> Iterator[native.Variant]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("delta", SHAPES)
-def test_all_instructions_give_what_torch_gives(delta: GatedDelta, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_instructions_give_what_torch_gives(shape: Shape, dtype: torch.dtype) -> None:
     for variant in variants(dtype):
-        layer = Layer(delta, dtype, variant)
+        layer = Layer(shape, dtype, variant)
         inputs, rates = layer.rows(40)
         mixed, out = layer.run(inputs, rates, [StatePlace(2, -1)], [40])
         expected_mixed, expected_out = layer.expected(inputs, rates)
@@ -122,10 +135,11 @@ def test_all_instructions_give_what_torch_gives(delta: GatedDelta, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_avx2_and_avx512_give_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]])
+def test_avx2_and_avx512_give_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
     found = []
     for variant in variants(dtype):
-        layer = Layer(SHAPES[1], dtype, variant)
+        layer = Layer(shape, dtype, variant)
         if variant != "generic":
             found.append(layer.run(*layer.rows(40), [StatePlace(2, -1)], [40])[1])
     if len(found) < 2:
@@ -135,14 +149,14 @@ def test_avx2_and_avx512_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("delta", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_steps_slots_threads_and_other_sequences_change_no_bit(
-    delta: GatedDelta, dtype: torch.dtype, num_threads: int
+    shape: Shape, dtype: torch.dtype, num_threads: int
 ) -> None:
-    alone = Layer(delta, dtype)
+    alone = Layer(shape, dtype)
     inputs, rates = alone.rows(70)
     _, whole = alone.run(inputs, rates, [StatePlace(0, -1)], [70])
-    layer, start, found = Layer(delta, dtype), 0, list[Tensor]()
+    layer, start, found = Layer(shape, dtype), 0, list[Tensor]()
     others = layer.rows(50, seed=1)
     native.set_num_threads(num_threads)
     for num, slot in ((1, 3), (2, 3), (50, 3), (1, 3), (16, 3)):
@@ -157,10 +171,10 @@ def test_steps_slots_threads_and_other_sequences_change_no_bit(
     assert torch.equal(layer.state.latest_NSC[3], alone.state.latest_NSC[0])
 
 
-@pytest.mark.parametrize("delta", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kept_row", [0, 1, 6, 19])
-def test_a_state_is_kept_after_a_row_and_read_again(delta: GatedDelta, kept_row: int) -> None:
-    layer = Layer(delta, torch.float32)
+def test_a_state_is_kept_after_a_row_and_read_again(shape: Shape, kept_row: int) -> None:
+    layer = Layer(shape, torch.float32)
     inputs, rates = layer.rows(20)
     _, whole = layer.run(inputs, rates, [StatePlace(0, -1, kept_row, 4)], [20])
     kept = [its[4].clone() for its in layer.state]
@@ -197,7 +211,7 @@ class Gated:
         out = torch.empty(len(inputs), width, dtype=self.dtype)
         program.place("in", inputs.data_ptr())
         program.place("out", out.data_ptr())
-        convolve = Convolve(self.factors_SC.data_ptr(), 0, self.convolution.conv_size, gated=True)
+        convolve = Convolve(self.factors_SC.data_ptr(), None, 0, self.convolution.conv_size, gated=True)
         program.add("convolve", "in", "out", convolve)
         starts = array("i", [0, *torch.tensor(sizes).cumsum(0).tolist()])
         batch = _Batch(query_starts=starts.buffer_info()[0], num_seqs=len(sizes), num_tokens=len(inputs))
@@ -275,8 +289,8 @@ def test_inputs_of_a_gated_convolution_are_kept_after_a_row_and_read_again(
 def test_any_number_of_heads_and_sequences_is_computed() -> None:
     """More of them than the team takes chunks."""
     num = 18
-    delta = GatedDelta(1, 4096, 8, 8, 2)
-    layer = Layer(delta, torch.float32, num_slots=num)
+    shape = GatedDelta(1, 4096, 8, 8, 2)
+    layer = Layer(shape, torch.float32, num_slots=num)
     inputs, rates = layer.rows(1)
     places = [StatePlace(slot, -1) for slot in range(num)]
     _, out = layer.run(inputs.repeat(num, 1), rates.repeat(num, 1), places, [1] * num)

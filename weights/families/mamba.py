@@ -1,0 +1,84 @@
+"""Mixers of Mamba-2: what the families that have them read alike. Families call it; it knows no model_type.
+
+Dao and Gu, "Transformers are SSMs" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from gptserve.weights.config import ModelConfig, StateSpace
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import RawConfig, Source
+
+MAX_CONV_SIZE = 64
+_INFINITE = {"__float__": "Infinity"}
+"""As transformers writes it."""
+
+
+def read_step_limits(raw: RawConfig, name: str) -> tuple[float, float]:
+    """Return the least step and the largest, by default any."""
+    value = raw.value(name, [0.0, math.inf])
+    limits = [math.inf if limit == _INFINITE else limit for limit in value] if isinstance(value, list) else []
+    if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits) or not 0 <= limits[0] <= limits[1]:
+        raise raw.error(name, "a list of two numbers, of which the first is at least 0 and the second no less")
+    return float(limits[0]), float(limits[1])
+
+
+def with_mixers(
+    others: Callable[[ModelConfig], dict[str, Source]], mixer: str
+) -> Callable[[ModelConfig], dict[str, Source]]:
+    """Return `others` with the mixers of the layers that have them; `mixer` is their name, with {} for the layer's."""
+
+    def sources(config: ModelConfig) -> dict[str, Source]:
+        found = others(config)
+        for number, layer in enumerate(config.layers):
+            if isinstance(layer.recurrence, StateSpace):
+                stored = mixer.format(number)
+                found |= _of_mixer(layer.recurrence, f"blocks.{number}.memory_", f"{stored}.", config.hidden_size)
+        return layout.in_order(found)
+
+    return sources
+
+
+def _of_mixer(space: StateSpace, name: str, stored: str, hidden: int) -> dict[str, Source]:
+    """Return the tensors of a mixer. A file has gates, values, keys, queries and steps in one matrix, in this order."""
+    width, heads, size = space.value_width, space.num_value_heads, space.conv_size
+    projected = [(f"{stored}in_proj", width + space.conv_width + heads)]
+    rows: dict[str, Sequence[int]] = {"in": _channels(space, width), "gate": range(width)}
+    rows["rates"] = _range(width + space.conv_width, heads)
+    found = dict[str, Source]()
+    for part, order in rows.items():
+        found |= layout.linear(f"{name}{part}", projected, hidden, bias=False, row_order=tuple(order))
+    factors = ((f"{stored}conv1d.weight", (space.conv_width, 1, size)),)
+    found[f"{name}conv.weight"] = Source(factors, row_order=_factors(space), is_wide=True, is_flat=True)
+    if space.has_conv_bias:
+        biases = ((f"{stored}conv1d.bias", (space.conv_width,)),)
+        found[f"{name}conv.bias"] = Source(biases, row_order=_channels(space), is_wide=True)
+    for part, its_name in {"decay": "A_log", "step": "dt_bias", "skip": "D"}.items():
+        found[f"{name}{part}"] = Source(((f"{stored}{its_name}", (heads,)),), is_wide=True)
+    found[f"{name}norm.weight"] = Source(((f"{stored}norm.weight", (width,)),))
+    return found | layout.linear(f"{name}out", [(f"{stored}out_proj", hidden)], width, bias=False)
+
+
+@cache
+def _channels(space: StateSpace, first: int = 0) -> tuple[int, ...]:
+    """Return the order of channels: queries, keys and values, which a file has the other way round from `first` on."""
+    parts = [(space.value_width + space.key_width, space.key_width), (space.value_width, space.key_width)]
+    return _joined([_range(first + start, num) for start, num in [*parts, (0, space.value_width)]])
+
+
+@cache
+def _factors(space: StateSpace) -> tuple[int, ...]:
+    """Return the same order of all factors of the channels."""
+    return _joined([_range(channel * space.conv_size, space.conv_size) for channel in _channels(space)])
+
+
+def _range(start: int, num: int) -> range:
+    return range(start, start + num)
+
+
+def _joined(ranges: Sequence[range]) -> tuple[int, ...]:
+    return tuple(number for its in ranges for number in its)
