@@ -784,13 +784,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5 that sees": (
         "qwen3_5",
         {
-            **_with_vision({**_QWEN3_5, "num_hidden_layers": 3, "full_attention_interval": 2}, _QWENS_EYES),
+            **_with_vision({**_QWEN3_5, "num_hidden_layers": 2, "full_attention_interval": 2}, _QWENS_EYES),
             "tie_word_embeddings": True,
         },
     ),
     "Qwen3.5 with experts that sees": (
         "qwen3_5_moe",
-        _with_vision(_QWEN3_5_MOE, _QWENS_EYES),
+        _with_vision({**_QWEN3_5_MOE, "rms_norm_eps": 3e-3}, _QWENS_EYES),
     ),
     "Qwen3-VL with experts": (
         "qwen3_vl_moe",
