@@ -214,7 +214,7 @@ class LayerConfig:
     attention_scale: float
     """The factor of q.k."""
     ffn_size: int
-    """The width of the feed-forward, or of each expert's."""
+    """The width of the feed-forward, or of each expert's; 0: the layer has none."""
     window: int | None = None
     """How many of the latest tokens a token sees, itself included; None: all."""
     rotary: Rotary | None = None

@@ -54,7 +54,7 @@ WITH_STATES = (
         "kimi_linear",
         "lara_mini",
     ),
-    *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen4_exp", "qwen4_exp_text"),
+    *("mamba", "mamba2", "minimax", "olmo_hybrid", "qwen4_exp", "qwen4_exp_text"),
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
 WITH_STREAMS = ("gemma3n", "gemma3n_text")

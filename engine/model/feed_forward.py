@@ -80,8 +80,10 @@ def _activation(config: ModelConfig, source: StreamedTensors, name: str) -> Call
 
 def take_feed_forward(
     config: ModelConfig, layer: LayerConfig, source: StreamedTensors, name: str
-) -> FeedForward | MixtureOfExperts | GroupedExperts | DenseAndExperts:
-    """Return the feed-forward of the block of this name, as its layer has it."""
+) -> FeedForward | MixtureOfExperts | GroupedExperts | DenseAndExperts | None:
+    """Return the feed-forward of the block of this name, as its layer has it; None if it has none."""
+    if not layer.ffn_size:
+        return None
     if layer.experts is None:
         return FeedForward(config, source, name)
     take = take_mixture if layer.dense_size is None else DenseAndExperts

@@ -47,8 +47,7 @@ class Attention:
         if config.v_norm and self._num_kv_heads:
             self._norms.append(bare_norm(config, source, f"{name}.v_norm"))
         sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
-        self._spec = attention_spec(config, config.layers[layer], device, sinks)
-        source.attentions[layer] = self._spec
+        self._spec = source.attentions[layer] = attention_spec(config, config.layers[layer], device, sinks)
 
     def __call__(
         self,
@@ -101,9 +100,7 @@ class Residual:
         """
         placement, self._group = ("output", None) if is_inner else (config.norm_placement, source.group)
         self._add_normalize = source.operations.add_normalize
-        if norm is None and placement != "output":
-            norm = take_norm(config, source, f"{name}_norm")
-        self.norm = norm
+        self.norm = norm = norm or (None if placement == "output" else take_norm(config, source, f"{name}_norm"))
         self._before = norm if placement in ("input", "both") else None
         self._of_sum = norm if placement == "sum" else None
         self._after = take_norm(config, source, f"{name}_output_norm") if placement in ("output", "both") else None
@@ -171,7 +168,7 @@ class Block:
         recurrence = config.layers[layer].recurrence
         self._attention = Attention(config, layer, source, backend, device) if recurrence is None else None
         self._recurrent = None if recurrence is None else take_recurrent(config, layer, source)
-        shared = self._attn_residual.norm if config.shared_norm else None
+        shared = self._attn_residual.norm if config.shared_norm or not config.layers[layer].ffn_size else None
         is_inner = config.layers[layer].dense_size is not None
         self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, is_inner)
         self._ffn = take_feed_forward(config, config.layers[layer], source, name)
@@ -201,9 +198,11 @@ class Block:
             return self._recurrent(h, residual, state, metadata)
 
         if self._norms_add:
-            return self._ffn_residual.of_sum(self._ffn, *self._attn_residual.of_sum(attend, x, term))
-        attended = self._attn_residual(attend, x, x)
-        y = self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
+            total = self._attn_residual.of_sum(attend, x, term)
+            return total if self._ffn is None else self._ffn_residual.of_sum(self._ffn, *total)
+        y = attended = self._attn_residual(attend, x, x)
+        if self._ffn is not None:
+            y = self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
         if self._input is not None:
             assert input_TI is not None
             y = self._input(y, input_TI)
@@ -221,7 +220,8 @@ class Block:
             ffn("h" if config.shared_norm else "h2", "x", "x")
         else:
             Residual.write(config, f"{name}.attn", writer, attention)
-            Residual.write(config, f"{name}.ffn", writer, ffn, is_inner=is_inner)
+            if config.layers[number].ffn_size:
+                Residual.write(config, f"{name}.ffn", writer, ffn, is_inner=is_inner)
         if config.layer_input_size:
             LayerInput.write(config, number, writer)
         if config.layer_scale:

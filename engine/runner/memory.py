@@ -273,7 +273,7 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
         shapes.add((layer.out_size, hidden))
         if model.attention_gate is not None and recurrence is None:
             shapes.add((hidden, layer.num_heads if model.gates_heads else layer.q_size))
-        for width in (layer.ffn_size, layer.dense_size or layer.ffn_size):
+        for width in {layer.ffn_size, layer.dense_size or layer.ffn_size} - {0}:
             shapes |= {(hidden, width * (2 if model.gated_ffn else 1)), (width, hidden)}
         shapes |= {(hidden, layer.experts.num_logits)} if layer.experts else set()
     return shapes

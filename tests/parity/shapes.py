@@ -42,6 +42,16 @@ _GRANITE_HYBRID = {
     "mamba_chunk_size": 16,
     "time_step_limit": [0.0, 9.0],
 }
+_NEMOTRON_H = {
+    **{name: value for name, value in _LLAMA.items() if name != "num_hidden_layers"},
+    "head_dim": 24,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
+    "time_step_limit": [0.0, 9.0],
+}
 _SWASH = {**_GRANITE, "num_hidden_layers": 4, "sliding_window": 11, "layer_rope_theta": [1e4, 5e5, 0, 1e4]}
 _NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
@@ -880,6 +890,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),
+    "Nemotron-H": (
+        "nemotron_h",
+        {**_NEMOTRON_H, "layers_block_type": ["mamba", "mamba", "mlp", "attention", "mlp", "attention"]},
+    ),
+    "Nemotron 3 Nano": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["mamba", "moe", "attention", "mamba", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "routed_scaling_factor": 2.5,
+            "use_conv_bias": False,
+        },
+    ),
 }
 
 FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
@@ -905,6 +932,6 @@ UNLIKE = frozenset(
 WITH_STATES = {
     name
     for name, (kind, _) in SHAPES.items()
-    if kind.startswith(("lfm", "qwen3_5", "qwen3_next")) or name.startswith("Granite 4-H")
+    if kind.startswith(("lfm", "qwen3_5", "qwen3_next", "nemotron_h")) or name.startswith("Granite 4-H")
 }
 """Those whose layers keep states, which only a CPU computes."""

@@ -37,13 +37,13 @@ def with_mixers(
         for number, layer in enumerate(config.layers):
             if isinstance(layer.recurrence, StateSpace):
                 stored = mixer.format(number)
-                found |= _of_mixer(layer.recurrence, f"blocks.{number}.memory_", f"{stored}.", config.hidden_size)
+                found |= mixer_sources(layer.recurrence, f"blocks.{number}.memory_", f"{stored}.", config.hidden_size)
         return layout.in_order(found)
 
     return sources
 
 
-def _of_mixer(space: StateSpace, name: str, stored: str, hidden: int) -> dict[str, Source]:
+def mixer_sources(space: StateSpace, name: str, stored: str, hidden: int) -> dict[str, Source]:
     """Return the tensors of a mixer. A file has gates, values, keys, queries and steps in one matrix, in this order."""
     width, heads, size = space.value_width, space.num_value_heads, space.conv_size
     projected = [(f"{stored}in_proj", width + space.conv_width + heads)]

@@ -77,6 +77,7 @@ FAMILIES: Final = Registry(
         "granitemoehybrid": "granite_hybrid.GRANITE_HYBRID",
         "granite_swa": "granite.GRANITE_SWA",
         "nemotron": "nemotron.NEMOTRON",
+        "nemotron_h": "nemotron_h.NEMOTRON_H",
         "apertus": "apertus.APERTUS",
         "arcee": "arcee.ARCEE",
         "cwm": "cwm.CWM",

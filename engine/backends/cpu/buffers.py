@@ -32,11 +32,10 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
     """Return the elements of a row of the buffers of a layer, by their kind."""
     experts = layer.experts
     num_ffns = 1 if experts is None else experts.num_per_row
-    widths = {
-        "heads": layer.out_size,
-        "up": num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1),
-        "gated": num_ffns * layer.ffn_size,
-    }
+    widths = {"heads": layer.out_size}
+    if layer.ffn_size:
+        widths["up"] = num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1)
+        widths["gated"] = num_ffns * layer.ffn_size
     if layer.dense_size is not None:
         widths |= {"dense_up": layer.dense_size * (2 if config.gated_ffn else 1), "dense_gated": layer.dense_size}
     recurrence = layer.recurrence

@@ -52,7 +52,7 @@ UNSPLIT = {
             *("LFM2", "LFM2, attention first, as wide as it says", "LFM2-VL"),
             *("LFM3, past its window", "LFM3, neither gates nor norms behind"),
             *("LFM2 with experts", "LFM2 with experts, scores as they are"),
-            *("Granite 4-H", "Granite 4-H with experts, groups and limits of steps"),
+            *("Granite 4-H", "Granite 4-H with experts, groups and limits of steps", "Nemotron-H", "Nemotron 3 Nano"),
         ),
         "its layers that keep a state are not split",
     ),
