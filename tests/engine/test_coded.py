@@ -54,7 +54,11 @@ def logprobs(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    "name", ["Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window", "Qwen3.5"]
+    "name",
+    [
+        *("Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window", "Qwen3.5"),
+        *("Granite 4-H", "Nemotron-H"),
+    ],
 )
 def test_codes_of_8_bits_give_nearly_what_they_are_unpacked_to(name: str, tmp_path: Path) -> None:
     folder = written(name, tmp_path)

@@ -1,7 +1,7 @@
 """How files of one of llama.cpp's architectures are read: the row of a table, and the names most of them share.
 
-dense.py, mixtures.py, gemma4.py, lfm2.py and qwen.py have the rows. Sources: llama.cpp's gguf-py/gguf/constants.py and
-tensor_mapping.py, and its conversion/. Torch-free.
+dense.py, mixtures.py, gemma4.py, lfm2.py, mamba.py and qwen.py have the rows. Sources: llama.cpp's
+gguf-py/gguf/constants.py and tensor_mapping.py, and its conversion/. Torch-free.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Architecture:
     """The tensors of a layer that are the only row of a matrix in the checkpoint."""
     channels: tuple[str, ...] = ()
     """And those of which each row is a matrix of one row there: the factors of a convolution."""
+    vectors: tuple[str, ...] = ()
+    """And those that are vectors there, and matrices in the file."""
     eps: tuple[str, str] | None = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     """The name of the norms' epsilon in config.json, and in the file; None: it is fixed."""
     has_rotary: bool = True

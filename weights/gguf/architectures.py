@@ -5,6 +5,7 @@ Torch-free. folder.py calls it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from gptserve.weights.gguf.dense import DENSE
 from gptserve.weights.gguf.gemma4 import GEMMA4
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.lfm2 import LFM2
+from gptserve.weights.gguf.mamba import MAMBA
 from gptserve.weights.gguf.mixtures import MIXTURES
 from gptserve.weights.gguf.qwen import QWEN
 from gptserve.weights.gguf.reader import Header
@@ -22,7 +24,7 @@ from gptserve.weights.gguf.refused import why_refused
 from gptserve.weights.gguf.rope import head_size, rope_fields
 from gptserve.weights.stored_tensor import StoredTensor
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4, **LFM2, **QWEN}
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4, **LFM2, **MAMBA, **QWEN}
 """By general.architecture; some have variants."""
 _VARIANTS = {
     "experts": "expert_count",
@@ -32,8 +34,8 @@ _VARIANTS = {
 }
 """The keys that files of a variant have."""
 _NORM_OF_VARIANT = "blk.0.attn_norm_2.weight"
-_WITHOUT_KIND = {".exp_probs_b": "bias", ".ssm_a": "weight"}
-"""What files of Hy3, and of Qwen3.5, name without its kind."""
+_WITHOUT_KIND = {".exp_probs_b": "bias", ".ssm_a": "weight", ".ssm_d": "weight"}
+"""What files of Hy3, of Qwen3.5 and of Mamba name without its kind."""
 MAX_TENSORS = 2**18
 """Each expert's counts."""
 _UNREAD_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -148,6 +150,8 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
                 tensor = replace(tensor, shape=(1, *tensor.shape))
             if f"{part}.{kind}" in architecture.channels and len(tensor.shape) == 2:
                 tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+            if f"{part}.{kind}" in architecture.vectors:
+                tensor = replace(tensor, shape=(math.prod(tensor.shape),))
             yield _name(layer, part, kind, architecture) or name, tensor
 
 

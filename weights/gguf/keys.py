@@ -97,6 +97,16 @@ class Keys:
         return self.size("attention.head_count_kv", self.num_heads)
 
     @property
+    def kv_heads_of_layers(self) -> list[int]:
+        """Heads of keys and values of each layer, which a list has: num_kv_heads, or 0 in some."""
+        name, num = "attention.head_count_kv", self.size("block_count")
+        heads = self.get(name)
+        are_counts = isinstance(heads, list) and len(heads) == num and all(type(its) is int for its in heads)
+        if not isinstance(heads, list) or not are_counts or not set(heads) <= {0, self.num_kv_heads}:
+            raise self.fault(name, f"a list of {num}, each of them 0 or the same integer")
+        return heads[: self.num_layers]
+
+    @property
     def has_attention_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
         return self.has("blk.0.attn_q.bias") or self.has("blk.0.attn_qkv.bias")

@@ -32,14 +32,9 @@ _EXPERTS = {f"{name}_exps": its.replace(".", ".experts.{}.") for name, its in _F
 
 
 def _layers(keys: Keys) -> Fields:
-    name, num = "attention.head_count_kv", keys.num_layers
-    heads = keys.get(name)
-    if not isinstance(heads, list):
-        kinds = ["full_attention"] * num
-    elif len(heads) == num and all(type(its) is int and its in (0, keys.num_kv_heads) for its in heads):
-        kinds = ["full_attention" if its else "conv" for its in heads]
-    else:
-        raise keys.fault(name, f"a list of {num}, each of them 0 or the same integer")
+    kinds = ["full_attention"] * keys.num_layers
+    if isinstance(keys.get("attention.head_count_kv"), list):
+        kinds = ["full_attention" if its else "conv" for its in keys.kv_heads_of_layers]
     return {"layer_types": kinds, "conv_L_cache": keys.size("shortconv.l_cache")}
 
 

@@ -286,7 +286,7 @@ _GRANITE = {
     "ffn_up_exps.weight": "block_sparse_moe.input_linear.weight.last",
     "ffn_down_exps": "block_sparse_moe.output_linear",
 }
-_GRANITE_SHARED = _GRANITE | {
+GRANITE_SHARED = _GRANITE | {
     "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight.first",
     "ffn_up_shexp.weight": "shared_mlp.input_linear.weight.last",
     "ffn_down_shexp": "shared_mlp.output_linear",
@@ -319,7 +319,7 @@ MIXTURES: Mapping[str, Architecture] = {
     "olmoe": Architecture("olmoe", _olmoe, **_QWEN),
     "granitemoe": Architecture("granitemoe", _granite_moe, layer=LAYER | _GRANITE, pairs_heads=True),
     "granitemoe with shared experts": Architecture(
-        "granitemoeshared", _granite_shared, layer=LAYER | _GRANITE_SHARED, pairs_heads=True
+        "granitemoeshared", _granite_shared, layer=LAYER | GRANITE_SHARED, pairs_heads=True
     ),
     "granite_swa with experts": Architecture(
         "granitemoe_swa", _granite_moe_swa, layer=LAYER | _GRANITE_SWA, has_rotary=False, pairs_heads=True

@@ -64,6 +64,9 @@ ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "afmoe": MODEL_ARCH.AFMOE,
     "gemma4_text": MODEL_ARCH.GEMMA4,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "nemotron_h": MODEL_ARCH.NEMOTRON_H,
+    "nemotron_h with experts": MODEL_ARCH.NEMOTRON_H_MOE,
     "lfm2": MODEL_ARCH.LFM2,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "qwen3_5_text": MODEL_ARCH.QWEN35,
@@ -128,6 +131,7 @@ _SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3", "mellum", "cohere2_moe", "grani
 """The conversion writes which of their layers have windows."""
 _WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "afmoe", "laguna", "gemma4_text", *_SAYS_WHICH)
 _LFM2 = ("lfm2", "lfm2_moe")
+_NEMOTRON_H = ("nemotron_h", "nemotron_h with experts")
 _OF_SIGMOIDS = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "afmoe", "laguna", "cohere2_moe", "hy_v3", "lfm2_moe")
 
 
@@ -148,13 +152,15 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_feed_forward_length(size_of(config, "intermediate_size") or 4 * hidden)
     for name in _EPS:
         if config.get(name) is not None or (name == "layer_norm_eps" and model_type in ("mpt", "olmo")):
-            is_rms = name == "rms_norm_eps" or model_type in _LFM2
+            is_rms = name == "rms_norm_eps" or model_type in (*_LFM2, *_NEMOTRON_H)
             add = writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps
             add(config.get(name, 1e-5))
     for name, key in (_FACTORS | _MIXTURE).items():
         value = config.get(name)
         if isinstance(value, list):
             value = value[0]
+        if name in _MIXTURE and model_type == "nemotron_h":
+            continue
         if value is not None and not (name == "num_experts" and "moe_num_experts" in config):
             getattr(writer, f"add_{key}")(value)
     if model_type in _OF_SIGMOIDS:
@@ -179,6 +185,8 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_head_count_kv(1)
     if model_type == "gemma4_text":
         _add_gemma4(writer, config)
+    elif model_type in _NEMOTRON_H:
+        writer.add_key_length(config["head_dim"])
     elif model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
         _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
     if model_type in QWENS:
@@ -187,6 +195,32 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         num_kv_heads = config["num_key_value_heads"]
         writer.add_head_count_kv([num_kv_heads * (kind != "conv") for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if model_type in ("granitemoehybrid", *_NEMOTRON_H):
+        _add_mamba(writer, config)
+
+
+def _add_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    num_kv_heads, is_granite = config["num_key_value_heads"], config["model_type"] == "granitemoehybrid"
+    kinds = config["layer_types" if is_granite else "layers_block_type"]
+    writer.add_head_count_kv([num_kv_heads * (kind in ("attention", "full_attention")) for kind in kinds])
+    if not is_granite:
+        width = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
+        writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in kinds])
+        writer.add_ssm_conv_kernel(config["conv_kernel"])
+        writer.add_ssm_state_size(config["ssm_state_size"])
+        writer.add_ssm_group_count(config["n_groups"])
+        writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+        writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+        if "moe" in kinds:
+            writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+        return
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
 
 
 def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:

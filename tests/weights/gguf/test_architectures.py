@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import struct
@@ -39,6 +40,7 @@ _THREE_OF_FOUR = ["sliding_attention"] * 3
 _TRINITY, _LAGUNA = SHAPES["Trinity, past its window"][1], SHAPES["Laguna, gates of heads"][1]
 _MELLUM, _COMMAND = SHAPES["Mellum 2, past its window"][1], SHAPES["Command A+, past its window"][1]
 _COMMAND_OF_DENSE = SHAPES["Command A+, a dense first layer"][1]
+_ANY_STEP = {"time_step_limit": [0.0, math.inf]}
 _SWASH = SHAPES["Granite Swash, past its window"][1]
 _SWASH_OF_EXPERTS = SHAPES["Granite Swash with experts, past its window"][1]
 _ONE_BASE = {"layer_rope_theta": [10_000.0, 10_000.0, 0, 10_000.0]}
@@ -128,6 +130,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5": ("qwen3_5_text", {**SHAPES["Qwen3.5"][1], "linear_num_key_heads": 4}),
     "Qwen3.5 with experts": ("qwen3_5_moe_text", {**SHAPES["Qwen3.5 with experts"][1], "linear_num_key_heads": 4}),
     "Qwen3-Next": SHAPES["Qwen3-Next"],
+    "Granite 4-H": ("granitemoehybrid", {**SHAPES["Granite 4-H"][1], **_ANY_STEP}),
+    "Granite 4-H with experts": (
+        "granitemoehybrid",
+        {**SHAPES["Granite 4-H with experts, groups and limits of steps"][1], **_ANY_STEP},
+    ),
+    "Nemotron-H": ("nemotron_h", {**SHAPES["Nemotron-H"][1], **_ANY_STEP}),
+    "Nemotron 3 Nano": ("nemotron_h", {**SHAPES["Nemotron 3 Nano"][1], **_ANY_STEP}),
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),
     "Gemma 3": (
         "gemma3_text",
@@ -346,6 +355,26 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         "Qwen3.5 with experts",
         {"expert_weights_scale": 2.5},
         "qwen35moe.expert_weights_scale must be 1.0, as in all of them, got 2.5",
+    ),
+    "heads that rotate": (
+        "Granite 4-H",
+        {"rope.scaling.finetuned": True},
+        "granitehybrid.rope.scaling.finetuned must be False, as files of models that rotate heads (Bamba) are not read",
+    ),
+    "a mixer of no whole width": (
+        "Granite 4-H",
+        {"ssm.inner_size": 100},
+        "granitehybrid.ssm.inner_size must be a multiple of embedding_length (64), got 100",
+    ),
+    "a part of a head of a mixer": (
+        "Nemotron-H",
+        {"ssm.inner_size": 63},
+        "nemotron_h.ssm.inner_size must be a multiple of ssm.time_step_rank (4), got 63",
+    ),
+    "one width for all blocks": (
+        "Nemotron-H",
+        {"feed_forward_length": 96},
+        "nemotron_h.feed_forward_length must be a list of 6, got 96",
     ),
     "a part of a head": (
         "Gemma 4",

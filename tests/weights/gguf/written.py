@@ -21,12 +21,13 @@ FUSED = ("bloom", "gpt_neox", "falcon")
 """Those of which the conversion parts queries, keys and values of all heads."""
 PAIRED = (
     *("llama", "mistral", "ministral3", "mixtral", "arcee", "smollm3", "olmo", "granite", "granitemoe"),
-    *("granitemoeshared", "granite_swa", "granitemoe_swa", "internlm2", "xverse", "minicpm"),
+    *("granitemoeshared", "granite_swa", "granitemoe_swa", "internlm2", "xverse", "minicpm", "granitemoehybrid"),
+    *("nemotron_h", "nemotron_h with experts"),
 )
 """Those of which the conversion puts rows of queries and keys in pairs."""
 ADDING = ("gemma", "gemma2", "gemma3_text", "nemotron", *QWENS)
 """Those of which the conversion adds one to the weights of norms."""
-UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp", "shortconv.conv", "ssm_conv1d")
+UNPACKED = ("exp_probs_b", "position_embd", "ffn_gate_inp_shexp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
 """What stays in F32."""
 NEWER_NAMES = {
     "self_attn.g_proj.weight": "attn_gate.weight",
@@ -64,17 +65,32 @@ def _pieces(config: dict[str, Any], name: str, num_rows: int) -> Pieces:
         stem = name.partition("gate_up_proj")[0]
         return [(f"{stem}gate_proj.{kind}", rows[::2]), (f"{stem}up_proj.{kind}", rows[1::2])]
     joined = {"granitemoe": "input_linear", "granitemoeshared": "input_linear", "granitemoe_swa": "gate_up_proj"}
+    joined["granitemoehybrid"] = "input_linear"
     if model_type in joined and joined[model_type] in name:
-        number, kind = name.split(".")[2], "shexp" if "shared_mlp" in name else "exps"
+        number, kind = name.split(".")[2], "_shexp" if "shared_mlp" in name else "_exps"
+        kind = "" if config.get("num_local_experts") == 0 else kind
         return [
-            (f"blk.{number}.ffn_{part}_{kind}.weight", half)
+            (f"blk.{number}.ffn_{part}{kind}.weight", half)
             for part, half in zip(("gate", "up"), np.split(rows, 2), strict=True)
         ]
+    if model_type == "granitemoehybrid" and "shared_mlp" in name and not config["num_local_experts"]:
+        return [(name.replace("shared_mlp.output_linear", "mlp.down_proj"), rows)]
     if model_type in ("afmoe", "lfm2_moe") and name.endswith("expert_bias"):
         return [(f"{name}.bias", rows)]
     return [
         (re.sub(r"(down_proj)(_bias)?$", lambda found: f"{found[1]}.{'bias' if found[2] else 'weight'}", name), rows)
     ]
+
+
+def _of_mixer(config: dict[str, Any], name: str, part: np.ndarray) -> np.ndarray:
+    """Return numbers of a mixer of Mamba-2 as the conversion leaves them, and any other as they are."""
+    if ".mamba." not in name and ".mixer." not in name:
+        return part
+    if name.endswith(".A_log"):
+        return -np.exp(part)[:, None]
+    if name.endswith(".norm.weight"):
+        return part.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+    return part[:, None] if name.endswith(".D") else part
 
 
 def _is_transposed(config: dict[str, Any], name: str) -> bool:
@@ -101,6 +117,9 @@ def write_gguf(
     """
     type_of = (lambda name, width: quant) if isinstance(quant, GGMLQuantizationType) else quant
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if kinds := config.get("layers_block_type"):
+        config |= {"num_hidden_layers": len(kinds)}
+        as_type = "nemotron_h with experts" if "moe" in kinds else as_type
     config |= {} if as_type is None else {"model_type": as_type}
     arch = ARCHITECTURES.get(config["model_type"], MODEL_ARCH.EXAONE_MOE)  # which names what most of NEWER have
     writer = GGUFWriter(path, NEWER.get(config["model_type"], MODEL_ARCH_NAMES[arch]))
@@ -125,7 +144,7 @@ def write_gguf(
     for name, value in values.items():
         if ".act_fn." in name:
             continue
-        if of_expert := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
+        if of_expert := re.fullmatch(r"(\w+\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
             joined = f"{of_expert[1]}.{of_expert[2]}.weight"
             its_type = type_of(_of_gguf(joined, names), value.shape[-1])
             blocks = packed(value.astype(np.float32), its_type)
@@ -144,7 +163,8 @@ def write_gguf(
             part = np.ascontiguousarray(np.take(data, order, axis))
             if axis == -1 or part.shape[-1] % 32 or any(kept in of_gguf for kept in UNPACKED):
                 part = part[0] if "ffn_gate_inp_shexp" in of_gguf else part
-                part = part[:, 0] if "shortconv.conv" in of_gguf else part
+                part = part[:, 0] if part.ndim == 3 and "conv" in of_gguf else part
+                part = _of_mixer(config, name, part)
                 writer.add_tensor(of_gguf, part + 1 if is_norm else part)
                 continue
             its_type = type_of(of_gguf, part.shape[-1])
@@ -175,8 +195,9 @@ def _of_gguf(name: str, names: Any) -> str:
     of_layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if of_layer and of_layer[2] in NEWER_NAMES:
         return f"blk.{of_layer[1]}.{NEWER_NAMES[of_layer[2]]}"
-    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("dt_bias", "dt_proj.bias")
     name = re.sub(r"sinks$", "sinks.weight", name)
+    name = re.sub(r"^backbone\.(layers\.\d+)\.mixer\.experts", r"model.\1.mlp.experts", name)
     older = re.sub(r"^model\.(layers\.\d+)\.(block_sparse_moe|feed_forward)\.experts", r"\1.feed_forward.experts", name)
     tried = (name, older, name.removeprefix("transformer."))
     found: list[str | None] = [names.get_name(its, try_suffixes=(".weight", ".bias")) for its in tried]
