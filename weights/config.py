@@ -230,6 +230,8 @@ class LayerConfig:
     """
     kv_layer: int | None = None
     """The number of the layer before it whose keys and values it reads; it has no projections of its own for them."""
+    gate_cut: float | None = None
+    """Gates g of the feed-forward become max(0, g - mean(g) - gate_cut * deviation(g)) first; None: they do not."""
     keys_are_values: bool = False
     """Values are what the key projection gives, before keys are normalised and rotated: it has no other weights."""
     recurrence: Recurrence | None = None
@@ -340,6 +342,24 @@ class ModelConfig:
     It is (e + n(P x / sqrt(hidden_size))) / sqrt(2), for the embedded x, a linear P and a norm n of this width; e is a
     part of a row of a table, times sqrt(width). Behind its feed-forward a layer adds n'(W (act(G x) * it)) to x, with
     linears G and W.
+    """
+    num_layer_inputs: int | None = None
+    """How many tokens that table has; others have the row of token 0. None: it has all."""
+    streams: int | None = None
+    """How many streams x_0, x_1, ... there are in place of x (AltUp, Baykal et al., "Alternating Updates for Efficient
+    Transformers", 2023); None: x alone.
+
+    With linears S_i and U_i, they begin as x_0 = x and x_i = S_i x, and end as the mean of x_0 and all U_i x_i, where
+    each product gets the length of x_0. A layer has weights w(z) = tanh(R n(z) / hidden_size), matrices P_i and C and a
+    vector s. Of p_i = x_i + sum over j of (P_i w(x_0))_j x_j it computes y of p_0, and gives
+    p_i + (1 + C w(y))_i (y - p_0). What it makes of its input it adds to all but the first, and it makes it of s times
+    the first.
+    """
+    side_rank: int | None = None
+    """The rank of a linear beside attention (LAuReL, Menghani et al., "Learned Augmented Residual Layer", 2024).
+
+    With a norm n' and linears L and R of this rank, x + attention becomes (x + attention + h + n'(L R h)) / sqrt(2),
+    for the input h of attention; None: it does not.
     """
     parallel_residual: bool = False
     """x + attention(n(x)) + ffn(n'(x)), not one after the other."""

@@ -69,6 +69,14 @@ class RawConfig:
             raise self.error(name, f"an integer in [1, {limit}]")
         return value
 
+    def sizes(self, name: str, *, length: int, limit: int = MAX_SIZE) -> tuple[int, ...]:
+        """Return `length` integers in [1, limit]: a list of so many, or one that stands for all."""
+        value = self.value(name)
+        values = value if isinstance(value, list) else [value] * length
+        if len(values) != length or not all(type(its) is int and 1 <= its <= limit for its in values):
+            raise self.error(name, f"an integer in [1, {limit}], or a list of {length}")
+        return tuple(values)
+
     def count(self, name: str, *, default: int = 0, limit: int = MAX_SIZE) -> int:
         """Return an integer in [0, limit]."""
         value = self.value(name, default)
@@ -130,6 +138,14 @@ class RawConfig:
             raise self.error(name, f"a list of {length} finite numbers above 0")
         return tuple(map(float, value))
 
+    def fractions(self, name: str, *, length: int) -> tuple[float, ...]:
+        """Return a list of `length` numbers from 0 to below 1."""
+        value = self.value(name)
+        of_list = [its for its in value if _is_fraction(its)] if isinstance(value, list) else []
+        if not isinstance(value, list) or not len(of_list) == len(value) == length:
+            raise self.error(name, f"a list of {length} numbers in [0, 1)")
+        return tuple(map(float, of_list))
+
     def forbid(self, name: str, default: object, why: str) -> None:
         """Raise UnsupportedModelError unless the field is absent or has the value given."""
         value = self.value(name)
@@ -185,3 +201,7 @@ class RawConfig:
 
 def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _is_fraction(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1

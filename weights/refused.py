@@ -57,7 +57,6 @@ WITH_STATES = (
     *("mamba", "mamba2", "minimax", "olmo_hybrid", "qwen4_exp", "qwen4_exp_text"),
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
-WITH_STREAMS = ("gemma3n", "gemma3n_text")
 WITH_GATES = ("beam",)
 WITH_OTHER_TOKENIZERS = ("biogpt", "cpmant", "ctrl", "gpt_neox_japanese", "xlm")
 OF_2023 = ("RefinedWeb", "RefinedWebModel")
@@ -80,7 +79,6 @@ WHY_REFUSED: Mapping[tuple[str, ...], str] = {
     ),
     WITH_LATENTS: "has latent attention (MLA), whose keys and values are one vector for all heads: it is not computed",
     WITH_STATES: KEEPS_STATES,
-    WITH_STREAMS: "has four streams of states that each layer predicts and corrects (AltUp): they are not computed",
     ("llama4", "llama4_text"): (
         "attends within chunks of 8,192 positions, and its routers weigh what experts read: that is not computed"
     ),

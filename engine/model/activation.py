@@ -105,6 +105,14 @@ def gated(x: Tensor, activation: Activation, limit: float | None) -> Tensor:
     return activate(gate, activation) * up
 
 
+def cut_gates(x: Tensor, cut: float) -> Tensor:
+    """Return x = [gate, up] with max(0, gate - mean(gate) - cut * deviation(gate)) in place of the gate."""
+    gate, up = x.float().chunk(2, dim=-1)
+    mean = gate.mean(-1, keepdim=True)
+    deviation = torch.sqrt((gate - mean).square().mean(-1, keepdim=True))
+    return torch.cat([functional.relu(gate - (mean + deviation * cut)), up], dim=-1).to(x.dtype)
+
+
 def _by_vectors(x: Tensor, compute: Callable[[Tensor], Tensor], is_of_all_threads: bool = False) -> Tensor:
     """Return compute(x), an operation of each element; on a CPU all are computed in whole vectors."""
     size = _whole_vectors(x.numel(), is_of_all_threads) if x.device.type == "cpu" else x.numel()

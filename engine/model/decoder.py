@@ -16,7 +16,6 @@ from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata,
 from gptserve.engine.model.classifier import Classifier
 from gptserve.engine.model.group import Group
 from gptserve.engine.model.layer_inputs import LayerInputs
-from gptserve.engine.model.layers import Block
 from gptserve.engine.model.linear import LinearMaker, Rows
 from gptserve.engine.model.loading import (
     Stream,
@@ -31,6 +30,7 @@ from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.program import CompileProgram, Program
 from gptserve.engine.model.rotary import rotary_table, sinusoids
+from gptserve.engine.model.streams import block_type
 from gptserve.engine.model.trial import Trial
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.unread import UnreadWeight
@@ -47,7 +47,7 @@ class Layers:
     ) -> None:
         of_layers, trial = [layer.rotary for layer in config.layers], source.trial
         self._blocks = [
-            trial.computed(Block(config, layer, source, backend, device), rotary)
+            trial.computed(block_type(config)(config, layer, source, backend, device), rotary)
             for layer, rotary in enumerate(of_layers)
         ]
         rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in of_layers if rotary))

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from gptserve.engine.model.activation import Xielu, activate
+from gptserve.engine.model.activation import Xielu, activate, cut_gates
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.operations import BlockWriter, WritePart
@@ -21,10 +21,10 @@ from gptserve.weights.config import Experts, LayerConfig, ModelConfig
 class FeedForward:
     """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
 
-    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
+    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str, cut: float | None = None) -> None:
         fused = None if config.gated_ffn or config.xielu else config.activation
         self._up = take_linear(source, f"{name}.ffn_up", bias=config.ffn_bias, activation=fused)
-        self._activate = _activation(config, source, name) if fused is None else None
+        self._activate = _activation(config, source, name, cut) if fused is None else None
         self._down = take_linear(source, f"{name}.ffn_down", bias=config.ffn_bias)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -69,8 +69,15 @@ class DenseAndExperts:
         writer.add("h", "h2")
 
 
-def _activation(config: ModelConfig, source: StreamedTensors, name: str) -> Callable[[Tensor], Tensor]:
-    """Return the function from outputs of ffn_up to inputs of ffn_down, of the feed-forward of this name."""
+def _activation(
+    config: ModelConfig, source: StreamedTensors, name: str, cut: float | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from outputs of ffn_up to inputs of ffn_down, of the feed-forward of this name.
+
+    `cut` is LayerConfig.gate_cut.
+    """
+    if cut is not None:
+        return lambda x: source.operations.gate(cut_gates(x, cut), config.activation, config.ffn_limit)
     if config.xielu:
         return source.xielus.setdefault(name, Xielu.of(source.take(f"{name}.xielu")))
     if config.gated_ffn:
@@ -85,7 +92,7 @@ def take_feed_forward(
     if not layer.ffn_size:
         return None
     if layer.experts is None:
-        return FeedForward(config, source, name)
+        return FeedForward(config, source, name, layer.gate_cut)
     take = take_mixture if layer.dense_size is None else DenseAndExperts
     return take(config, layer.experts, source, name)
 

@@ -21,6 +21,7 @@ from gptserve.engine.model.norm import Norm, normalize_heads_
 from gptserve.engine.model.operations import BlockWriter, WritePart
 from gptserve.engine.model.recurrent import take_recurrent
 from gptserve.engine.model.rotary import Rotation, grow_, rotate_
+from gptserve.engine.model.side import Side, take_side
 from gptserve.engine.model.states import State
 from gptserve.weights.config import ModelConfig
 
@@ -104,6 +105,7 @@ class Residual:
         self._before = norm if placement in ("input", "both") else None
         self._of_sum = norm if placement == "sum" else None
         self._after = take_norm(config, source, f"{name}_output_norm") if placement in ("output", "both") else None
+        self._side = take_side(config, source, name)
 
     def __call__(self, part: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, base: Tensor) -> Tensor:
         """Return the formula of the class with base in place of the x that is added.
@@ -111,13 +113,12 @@ class Residual:
         `part(input, residual)` returns f(input) + residual, or f(input) if residual is None.
         """
         h = x if self._before is None else self._before(x)
-        if self._group is not None:
-            total = self._group.sum(part(h, None))
-            y = base + total if self._after is None else self._after(total, base)
-        elif self._after is not None:
-            return self._after(part(h, None), base)
-        else:
+        if self._group is None and self._after is None:
             y = part(h, base)
+        else:
+            y = part(h, None) if self._group is None else self._group.sum(part(h, None))
+            y = base + y if self._after is None else self._after(y, base)
+        y = y if self._side is None else self._side(y, h)
         return y if self._of_sum is None else self._of_sum(y)
 
     @staticmethod
@@ -128,12 +129,14 @@ class Residual:
             writer.norm(f"{name}_norm", "x", "h")
         elif not is_inner:
             writer.copy("x", "h")
+        Side.keep(config, name, writer)
         if placement in ("output", "both") or is_inner:
             part(source, "h", "")
             writer.norm(f"{name}_output_norm", "h", "h")
             writer.add("x", "h")
         else:
             part("h", "x", "x")
+        Side.write(config, name, writer)
         if placement == "sum":
             writer.norm(f"{name}_norm", "x", "x")
 
@@ -161,9 +164,8 @@ class Block:
     ) -> None:
         name = f"blocks.{layer}"
         self._parallel = config.parallel_residual
-        is_plain = config.norm_placement == "input" and not config.parallel_residual
-        is_plain = is_plain and not (config.layer_input_size or config.layer_scale)
-        self._norms_add = is_plain and source.operations.add_normalize is not None
+        is_more = config.parallel_residual or config.layer_input_size or config.layer_scale
+        self._norms_add = not is_more and config.norm_placement == "input" and bool(source.operations.add_normalize)
         self._attn_residual = Residual(config, source, f"{name}.attn")
         recurrence = config.layers[layer].recurrence
         self._attention = Attention(config, layer, source, backend, device) if recurrence is None else None
@@ -172,7 +174,7 @@ class Block:
         is_inner = config.layers[layer].dense_size is not None
         self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, is_inner)
         self._ffn = take_feed_forward(config, config.layers[layer], source, name)
-        self._input = LayerInput(config, source, name) if config.layer_input_size else None
+        self._input = LayerInput(config, source, name) if config.layer_input_size and not config.streams else None
         self._scale = take_scale(source, name) if config.layer_scale else None
 
     def __call__(
@@ -203,9 +205,7 @@ class Block:
         y = attended = self._attn_residual(attend, x, x)
         if self._ffn is not None:
             y = self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
-        if self._input is not None:
-            assert input_TI is not None
-            y = self._input(y, input_TI)
+        y = y if self._input is None else self._input(y, input_TI)
         return y if self._scale is None else y * self._scale, None
 
     @staticmethod
@@ -222,7 +222,7 @@ class Block:
             Residual.write(config, f"{name}.attn", writer, attention)
             if config.layers[number].ffn_size:
                 Residual.write(config, f"{name}.ffn", writer, ffn, is_inner=is_inner)
-        if config.layer_input_size:
+        if config.layer_input_size and not config.streams:
             LayerInput.write(config, number, writer)
         if config.layer_scale:
             writer.scale(name, "x")

@@ -18,6 +18,7 @@ from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMak
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.states import HeadNumbers
+from gptserve.engine.model.stream_mixer import StreamMixer
 from gptserve.engine.model.trial import AwaitedLinear, Trial
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import mapped
@@ -54,8 +55,8 @@ class StreamedTensors:
         """What routers add to scores for the choice, fp32, by the router's name."""
         self.factors: dict[str, Tensor] = {}
         """By what routers multiply weights, fp32, by the router's name."""
-        self.tables: dict[str, tuple[Rows, float]] = {}
-        """Whose rows are read beside the embedding's, and the factors of these rows."""
+        self.tables: dict[str, tuple[Rows, float, int]] = {}
+        """Whose rows are read beside the embedding's, the factors of these rows, and how many there are."""
         self.scales: dict[str, float] = {}
         """Of the outputs of layers, by their names."""
         self.xielus: dict[str, Xielu] = {}
@@ -64,6 +65,8 @@ class StreamedTensors:
         """By the number of the layer."""
         self.heads: dict[str, HeadNumbers] = {}
         self.convolutions: dict[str, Tensor] = {}
+        """By the name of the block."""
+        self.mixers: dict[str, StreamMixer] = {}
         """By the name of the block."""
 
     def take(self, name: str) -> Tensor:

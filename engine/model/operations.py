@@ -79,3 +79,19 @@ class BlockWriter(Protocol):
 
     def scale(self, name: str, target: str) -> None:
         """Write that the target is multiplied by the number of the layer of this name."""
+
+
+class StreamWriter(BlockWriter, Protocol):
+    """Writes what a block computes of several streams, in buffers named "stream 0" and so on."""
+
+    def match(self, target: str, like: str) -> None:
+        """Write that the target gets the length of `like`."""
+
+    def predict(self, name: str) -> None:
+        """Write what the layer of this name predicts of all streams, in place, of their "stream_logits"."""
+
+    def correct(self, name: str) -> None:
+        """Write how the layer of this name corrects all streams, in place, of x and its "stream_logits"."""
+
+    def scale_each(self, name: str, target: str) -> None:
+        """Write that the target is multiplied by the vector of the layer of this name."""

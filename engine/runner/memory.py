@@ -43,21 +43,26 @@ _OF_HEADS = (
     "memory_out",
 )
 _OF_CONVOLUTION = ("conv_in", "conv_factors", "conv_out")
+_AROUND_LAYERS = ("side_in", "side_out", "stream_in", "stream_out")
 _PARTS = {
     "embedding": ("embed", "embed_in", "input_embed"),
     "position": ("position",),
     "attention": ("qkv", "attn_gate", "attn_out", "sinks", *_OF_HEADS, *_OF_CONVOLUTION),
     "feed-forward": ("ffn_up", "ffn_down", "xielu", "router", "correction", "factors"),
     "layer inputs": ("input_proj", "input_gate", "input_out"),
+    "streams": (*_AROUND_LAYERS, "stream_router", "stream_predict", "stream_correct", "stream_scale"),
     "norms": ("scale",),  # and all tensors named ..._norm
     "head": ("head", "embed_out"),
 }
 """The canonical tensors of each part (weights/families/family.py names them)."""
+_OF_LAYERS = ("attention", "feed-forward", "layer inputs", "streams")
+"""The parts with linears of layers."""
 
 _QUANTIZED = (
     *("qkv", "attn_gate", "attn_out", "memory_in", "memory_gate", "memory_out", "conv_in", "conv_out"),
     *("ffn_up", "ffn_down"),
     *("input_embed", "input_proj", "input_gate", "input_out", "embed_in", "embed_out", "head"),
+    *_AROUND_LAYERS,
 )
 """The weights that a quantization changes."""
 
@@ -81,8 +86,9 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
 
 
 def _no_parts(model: ModelConfig) -> dict[str, int]:
-    """Return 0 for each part; inputs of layers are one only where there are some."""
-    return {part: 0 for part in _PARTS if part != "layer inputs" or model.layer_input_size}
+    """Return 0 for each part; inputs of layers and streams are one only where there are some."""
+    has = {"layer inputs": model.layer_input_size, "streams": model.streams}
+    return {part: 0 for part in _PARTS if has.get(part, True)}
 
 
 def feed_forward_counts(model: ModelConfig) -> dict[Experts | None, int]:
@@ -107,7 +113,7 @@ def weight_type_of(linear: str, quantization: Quantization | None, num_layers: i
         return None
     if quantization == "int8" or parts[0] != "blocks":
         return "int6" if quantization == "int4" and parts[-1] == "head" else "int8"
-    if parts[-1] in ("input_gate", "input_out"):  # of few columns, or rows
+    if parts[-1] in ("input_gate", "input_out", *_AROUND_LAYERS):  # of few columns or rows, or in two layers alone
         return "int8"
     if parts[-1] == "ffn_down":
         number = int(parts[1])
@@ -242,7 +248,7 @@ def linear_bytes(
 
     Those that are not quantized have dtype_bytes an element. `codes` are what `codes_kept` returns.
     """
-    parts, num_bytes = {"attention", "feed-forward", "layer inputs", "embedding" if model.tied_head else "head"}, 0
+    parts, num_bytes = {*_OF_LAYERS, "embedding" if model.tied_head else "head"}, 0
     for part, name, shape in _tensors(model):
         if name in codes:
             num_bytes += codes[name].num_bytes(shape)
@@ -263,6 +269,10 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     shapes = {(outer, model.vocab_size), *([(outer, hidden), (hidden, outer)] if model.embed_size else [])}
     if width := model.layer_input_size:
         shapes |= {(hidden, model.num_layers * width), (hidden, width), (width, hidden)}
+    if num := model.streams:
+        shapes |= {(hidden, num), (hidden, hidden)}
+    if rank := model.side_rank:
+        shapes |= {(hidden, rank), (rank, hidden)}
     for layer in model.distinct_layers:
         recurrence = layer.recurrence
         if isinstance(recurrence, LinearAttention):

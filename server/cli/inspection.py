@@ -53,6 +53,10 @@ _ROWS = {
     "router": ("router", "correction", "factors"),
     "experts": (),  # the feed-forwards below blocks.{i}.experts
     "layer inputs": ("input_proj", "input_gate", "input_out"),
+    "streams": (
+        *("side_in", "side_out", "stream_in", "stream_out"),
+        *("stream_router", "stream_predict", "stream_correct", "stream_scale"),
+    ),
     "norms": ("scale",),  # and all tensors named ..._norm
     "head": ("head", "embed_out"),
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +26,8 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(model_type, **{**ends, **spread, **fields})
-        model = _class_of(config).from_config(config, attn_implementation="eager")
+        with _without_timm():
+            model = _class_of(config).from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:  # biases, norms and sinks begin as zeros and ones: a mix-up would not be seen
@@ -70,7 +74,23 @@ def load_in_transformers(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder)
     # Falcon's eager attention adds ALiBi twice: with the mask and by itself. The original code does once.
     attention = "sdpa" if getattr(config, "alibi", False) else "eager"
-    return _class_of(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+    with _without_timm():
+        return _class_of(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+
+
+@contextmanager
+def _without_timm() -> Iterator[None]:
+    """Leave the eyes of Gemma 3n out, which are timm's: it is not installed, and texts do not pass them."""
+    from transformers import AutoModel
+    from transformers.models.gemma3n import modeling_gemma3n
+
+    class WithoutEyes:
+        @staticmethod
+        def from_config(config: Any) -> Any:
+            return torch.nn.Identity() if config.model_type == "gemma3n_vision" else AutoModel.from_config(config)
+
+    with mock.patch.object(modeling_gemma3n, "AutoModel", WithoutEyes):
+        yield
 
 
 def _class_of(config: Any) -> Any:

@@ -134,6 +134,21 @@ _GEMMA4_SMALL = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
+_GEMMA3N = {
+    **_LLAMA,
+    "intermediate_size": [96, 96, 128, 96, 64, 128],
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 12,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 80,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 32,
+    "activation_sparsity_pattern": [0.75, 0.5, 0.0, 0.0, 0.95, 0.0],
+    "final_logit_softcapping": 3.0,
+}
 _ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -305,6 +320,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "Gemma 3, logits capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0}),
+    "Gemma 3n, past its window": ("gemma3n_text", _GEMMA3N),
+    "Gemma 3n, two streams, all gates and keys": (
+        "gemma3n_text",
+        {
+            **_GEMMA3N,
+            "num_hidden_layers": 3,
+            "layer_types": None,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": None,
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 2,
+            "attention_bias": True,
+        },
+    ),
     "Gemma 4, past its window": (
         "gemma4_text",
         {**_GEMMA4_DENSE, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
@@ -641,6 +670,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "Gemma 3n that sees and hears": (
+        "gemma3n",
+        {
+            **_with_vision(_GEMMA3N, {"hidden_size": 32}),
+            "audio_config": {
+                "hidden_size": 32,
+                "conf_num_hidden_layers": 1,
+                "conf_num_attention_heads": 2,
+                "sscp_conv_channel_size": [4, 2],
+            },
+        },
+    ),
     "Gemma 4 that sees, inputs of layers and shared keys": (
         "gemma4",
         {
@@ -921,6 +962,7 @@ UNLIKE = frozenset(
         "llama",
         "qwen3",  # norms of heads
         "gemma3_text",  # windows, norms on both sides, scaled embeddings
+        "gemma3n_text",  # several streams, a linear beside attention, gates that are cut
         "gemma4",  # inputs of layers, keys and values that are shared, heads of two sizes, numbers of layers
         "cohere",  # norms by mean without biases, halves side by side
         "mixtral",

@@ -24,7 +24,7 @@ EMBEDS = {
     "opt": "model.decoder.embed_tokens.weight",
     **dict.fromkeys(WITH_LANGUAGE_MODEL, "language_model.model.embed_tokens.weight"),
     **dict.fromkeys(("smolvlm", "idefics3"), "model.text_model.embed_tokens.weight"),
-    **dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model.embed_tokens.weight"),
+    **dict.fromkeys(("gemma3n", "gemma4", "gemma4_unified"), "model.language_model.embed_tokens.weight"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "model.language_model.embed_tokens.weight"),
     **dict.fromkeys(
         ("cohere2_vision", "lfm2_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.embed_tokens.weight"

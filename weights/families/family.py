@@ -8,7 +8,7 @@ layer; linears are [out, in]):
     position.weight      [max_position, hidden]
     embed_in, embed_out  [hidden, embed] and [embed, hidden]
     embed_norm, final_norm
-    input_embed          [vocab, layers * input]
+    input_embed          [vocab or fewer, layers * input]
     input_proj           [layers * input, hidden]
     input_norm           [input]
     head                 [vocab, embed]
@@ -41,6 +41,13 @@ layer; linears are [out, in]):
         router.factors   [experts], fp32
         experts.{e}.     ffn_up and ffn_down of each instead of those above, the shared ones last
         dense_output_norm, experts_norm, experts_output_norm, router_norm: where both are
+        side_in, side_out, side_norm: [rank, hidden], [hidden, rank] and [hidden]
+        stream_norm      [hidden]
+        stream_router    [streams, hidden]
+        stream_predict   [streams * streams, streams], fp32: P_0, then P_1, ... of ModelConfig.streams
+        stream_correct   [streams, streams], fp32
+        stream_scale     [hidden], fp32
+        streams.{s}.     stream_in of the first block and stream_out of the last, [hidden, hidden], but of the first
         input_gate       [input, hidden]
         input_out        [hidden, input]
         input_output_norm

@@ -48,9 +48,9 @@ def _read(raw: RawConfig) -> ModelConfig:
     config = with_windows(raw, read_llama_config(raw, has_rotary=False), lambda layer: (layer + 1) % PATTERN > 0)
     *others, last = config.layers
     config = replace(config, layers=(*others, replace(last, window=None)))  # whatever layer_types says of it
-    config = _with_rotary(raw, _with_heads(raw, config))
+    config = with_rotary(raw, _with_heads(raw, config))
     config = replace(
-        _with_inputs(raw, _with_shared_keys(raw, config)),
+        _with_inputs(raw, with_shared_keys(raw, config, is_wide=raw.boolean("use_double_wide_mlp", default=False))),
         activation=raw.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
         norm_placement="both",
         qk_norm="head",
@@ -85,18 +85,24 @@ def _with_heads(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(layers))
 
 
-def _with_rotary(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+def with_rotary(raw: RawConfig, config: ModelConfig, *, local_theta: float = 10_000.0) -> ModelConfig:
+    """Return the configuration with the rotary positions of both kinds of layers.
+
+    `local_theta` is for those with a window, of a file that does not say.
+    """
     for kind in ROPE:
         section = raw.section("rope_parameters").section(kind)
         if section.value("rope_type", "default") == "default":
             section.forbid("partial_rotary_factor", 1.0, "transformers turns whole heads for this rope_type")
-    return with_rotary_by_kind(raw, config, theta=1_000_000.0, local_theta=10_000.0)
+    return with_rotary_by_kind(raw, config, theta=1_000_000.0, local_theta=local_theta)
 
 
-def _with_shared_keys(raw: RawConfig, config: ModelConfig) -> ModelConfig:
-    """Return the configuration whose last layers read the keys and values of the last layer of their kind before."""
+def with_shared_keys(raw: RawConfig, config: ModelConfig, *, is_wide: bool = False) -> ModelConfig:
+    """Return the configuration whose last layers read the keys and values of the last layer of their kind before.
+
+    With `is_wide` their feed-forwards are twice as wide.
+    """
     num_own = config.num_layers - raw.count("num_kv_shared_layers", limit=config.num_layers - 1)
-    is_wide = raw.boolean("use_double_wide_mlp", default=False)
     layers = list(config.layers)
     last = {layer.window: number for number, layer in enumerate(layers[:num_own])}
     for number, layer in list(enumerate(layers))[num_own:]:
@@ -169,9 +175,9 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
     return layout.in_order(found)
 
 
-_IGNORED = rf"{IGNORED}|layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
+IGNORED_KEYS = rf"{IGNORED}|layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
 """Of layers that share keys and values, too, whose files may have their own."""
-_IGNORED_OF_IMAGES = r"(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
+IGNORED_OF_IMAGES = r"(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
 _SIZES: dict[str, object] = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -180,11 +186,11 @@ _SIZES: dict[str, object] = {
     "num_attention_heads": 8,
     "max_position_embeddings": 131_072,
 }
-GEMMA4 = Family("gemma4_text", _read_gemma4, _sources, ignored=_IGNORED, models="Gemma 4")
-GEMMA4_UNIFIED = Family("gemma4_unified_text", _read_unified, _sources, ignored=_IGNORED, models="Gemma 4 12B")
+GEMMA4 = Family("gemma4_text", _read_gemma4, _sources, ignored=IGNORED_KEYS, models="Gemma 4")
+GEMMA4_UNIFIED = Family("gemma4_unified_text", _read_unified, _sources, ignored=IGNORED_KEYS, models="Gemma 4 12B")
 GEMMA4_WITH_VISION = replace(
     text_of("gemma4", GEMMA4, models="Gemma 4", tied_head=True, defaults_of={"gemma4_text": _SIZES}),
-    ignored=f"{_IGNORED}|{_IGNORED_OF_IMAGES}",
+    ignored=f"{IGNORED_KEYS}|{IGNORED_OF_IMAGES}",
 )
 GEMMA4_UNIFIED_WITH_VISION = replace(
     text_of(
@@ -194,5 +200,5 @@ GEMMA4_UNIFIED_WITH_VISION = replace(
         tied_head=True,
         defaults_of={"gemma4_unified_text": {**_SIZES, "max_position_embeddings": 262_144}},
     ),
-    ignored=f"{_IGNORED}|{_IGNORED_OF_IMAGES}",
+    ignored=f"{IGNORED_KEYS}|{IGNORED_OF_IMAGES}",
 )

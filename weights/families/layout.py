@@ -86,7 +86,7 @@ def _named(
         "embed": ((config.vocab_size,), embed, False),
         "position": ((config.position_offset + config.max_position,), hidden, False),
         "embed_in": ((hidden,), embed, False),
-        "input_embed": ((config.vocab_size,), config.num_layers * num_in, False),
+        "input_embed": ((config.num_layer_inputs or config.vocab_size,), config.num_layers * num_in, False),
         "input_proj": ((config.num_layers * num_in,), hidden, False),
         "input_gate": ((num_in,), hidden, False),
         "input_out": ((hidden,), num_in, False),

@@ -118,6 +118,8 @@ FAMILIES: Final = Registry(
         "flex_olmo": "olmoe.FLEX_OLMO",
         "afmoe": "afmoe.AFMOE",
         "laguna": "afmoe.LAGUNA",
+        "gemma3n_text": "gemma3n.GEMMA3N",
+        "gemma3n": "gemma3n.GEMMA3N_WITH_VISION",
         "gemma4_text": "gemma4.GEMMA4",
         "gemma4_unified_text": "gemma4.GEMMA4_UNIFIED",
         "gemma4": "gemma4.GEMMA4_WITH_VISION",

@@ -26,6 +26,7 @@ from gptserve.weights.families.qwen_moe import QWEN3_VL_MOE_TEXT
 PREFIXES = ("model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "model.")
 OF_IMAGES = (  # and of sound
     *("language_model_only", "audio_config", "eoa_token_index", "vision_soft_tokens_per_image"),
+    "audio_soft_tokens_per_image",
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
     *("adapter_layer_norm_eps", "alignment_intermediate_size", "downsample_factor", "downsample_ratio"),

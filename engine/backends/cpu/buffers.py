@@ -12,8 +12,8 @@ from gptserve.engine.backends.cpu.program import route_bytes
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.weights.config import Experts, LayerConfig, LinearAttention, ModelConfig
 
-_WIDE = ("x", "taken", "logits", "wide_scores")
-"""The buffers that are always in fp32: those of the residual stream, the logits, and those of choices by scores."""
+_WIDE = ("x", "taken", "logits", "wide_scores", "stream", "stream_logits")
+"""The buffers that are always in fp32: those of residual streams, the logits, and those of choices by scores."""
 
 
 def buffer_widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
@@ -23,6 +23,11 @@ def buffer_widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     if config.layer_input_size:
         buffers |= dict.fromkeys(("inputs", "projected"), config.num_layers * config.layer_input_size)
         buffers["input"] = config.layer_input_size
+    if config.streams:
+        buffers |= {f"stream {i}": config.hidden_size for i in range(config.streams)}
+        buffers["stream_logits"] = config.streams
+    if config.side_rank:
+        buffers["side"] = config.side_rank
     for layer in config.distinct_layers:
         buffers |= {buffer_name(kind, width): width for kind, width in layer_widths(config, layer, dtype).items()}
     return buffers

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 37
+ABI = 38
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),

@@ -10,7 +10,7 @@ from itertools import chain
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.linear import NativeLinear
-from gptserve.engine.backends.cpu.program import MAX_KEY_SIZE
+from gptserve.engine.backends.cpu.program import MAX_KEY_SIZE, MAX_STREAMS
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.weights.config import LinearAttention, ModelConfig
@@ -30,8 +30,11 @@ def find_obstacle(config: ModelConfig, parts: StreamedTensors, backend: Attentio
     recurrences = (layer.recurrence for layer in config.distinct_layers)
     if any(isinstance(its, LinearAttention) and its.key_size > MAX_KEY_SIZE for its in recurrences):
         return f"its linear attention has keys of more than {MAX_KEY_SIZE}"
+    if (config.streams or 0) > MAX_STREAMS:
+        return f"it has more than {MAX_STREAMS} streams"
     of_layers = [(layer.out_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
-    widths = (config.hidden_size, config.embed_size or 0, config.layer_input_size or 0, *chain.from_iterable(of_layers))
+    others = config.embed_size or 0, config.layer_input_size or 0, config.side_rank or 0
+    widths = (config.hidden_size, *others, *chain.from_iterable(of_layers))
     if any(width % native.ROW_MULTIPLE for width in widths):
         return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
     return None

@@ -34,19 +34,40 @@ Kind = Literal[
     "xielu",
     "add",
     "copy",
+    "scale_each",
+    "cut_gate",
+    "match",
+    "predict",
+    "correct",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The index is the library's number."""
 HEAD_GATES: tuple[AttentionGate, ...] = get_args(AttentionGate)
 """The index is the library's number."""
-_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "scale", "gate", "xielu", "add", "copy")
+_OF_STREAMS: tuple[Kind, ...] = ("scale_each", "cut_gate", "match", "predict", "correct")
+_READS_WIDE: tuple[Kind, ...] = (
+    *("take", "embed", "add_position", "norm", "scale", "gate", "xielu", "add", "copy"),
+    *_OF_STREAMS,
+)
 _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 
 
 class Table(Structure):
     """Table of program.h."""
 
-    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"), (c_int32, "kind"))
+    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"), (c_int32, "kind"), (c_int64, "num_rows"))
+
+
+class Factors(Structure):
+    """Factors of program.h."""
+
+    _fields_ = native.members((c_void_p, "factors"))
+
+
+class Mixing(Structure):
+    """Mixing of program.h."""
+
+    _fields_ = native.members((c_void_p, "factors"), (c_int64, "num"), (c_int32, "logits"))
 
 
 class Norm(Structure):
@@ -158,7 +179,7 @@ class StateCache(Structure):
     _fields_ = native.members((c_void_p, "latest memory"))
 
 
-MAX_KEY_SIZE = 1024
+MAX_KEY_SIZE, MAX_STREAMS = 1024, 16
 """Of program.h."""
 
 

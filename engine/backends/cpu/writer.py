@@ -20,7 +20,10 @@ from gptserve.engine.backends.cpu.program import (
     HEAD_GATES,
     Convolve,
     Experts,
+    Factors,
     Gate,
+    Kind,
+    Mixing,
     Norm,
     Program,
     Recur,
@@ -31,11 +34,11 @@ from gptserve.engine.backends.cpu.program import (
 from gptserve.engine.model import norm as model_norm
 from gptserve.engine.model.feed_forward import DenseAndExperts
 from gptserve.engine.model.layer_inputs import LayerInputs
-from gptserve.engine.model.layers import Block
 from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.linear_attention import key_norms
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.operations import WritePart
+from gptserve.engine.model.streams import block_type
 from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import GatedDelta, ModelConfig, ShortConvolution, StateSpace
 
@@ -84,12 +87,12 @@ class Writer:
         else:
             attention = self._linear_attention(number, layer.recurrence, buffers)
         if layer.experts is None:
-            ffn = self._feed_forward(name, buffers)
+            ffn = self._feed_forward(name, buffers, layer.gate_cut)
         elif layer.dense_size is None:
             ffn = self._mixture(name, layer.experts, buffers)
         else:
             ffn = self._dense_and_experts(name, layer.experts, buffers)
-        Block.write(self._config, number, self, attention, ffn)
+        block_type(self._config).write(self._config, number, self, attention, ffn)
 
     def head(self) -> None:
         """Write the logits of taken rows of x."""
@@ -115,13 +118,14 @@ class Writer:
     def embed(self, name: str, target: str) -> None:
         self._embed(target, *self._parts.tables[name])
 
-    def _embed(self, target: str, rows: Rows, scale: float) -> None:
+    def _embed(self, target: str, rows: Rows, scale: float, num_rows: int = 0) -> None:
+        """Write rows of tokens; those from num_rows on have the first row, unless it is 0."""
         if isinstance(rows, PackedRows):
             self.program.keep(rows.linear)
-            table = Table(rows.address, scale, rows.kind)
+            table = Table(rows.address, scale, rows.kind, num_rows)
         else:
             assert isinstance(rows, Tensor)
-            table = Table(self._address(rows), scale)
+            table = Table(self._address(rows), scale, 0, num_rows)
         self.program.add("embed", target, target, table)
 
     def multiply(self, target: str, factors: str, first: int) -> None:
@@ -129,6 +133,22 @@ class Writer:
 
     def scale(self, name: str, target: str) -> None:
         self.program.add("scale", target, target, c_float(self._parts.scales[name]))
+
+    def match(self, target: str, like: str) -> None:
+        self.program.add("match", like, target)
+
+    def predict(self, name: str) -> None:
+        self._mix("predict", "stream_logits", self._parts.mixers[name].predict_NNN)
+
+    def correct(self, name: str) -> None:
+        self._mix("correct", "x", self._parts.mixers[name].correct_NN)
+
+    def scale_each(self, name: str, target: str) -> None:
+        self.program.add("scale_each", target, target, Factors(self._address(self._parts.mixers[name].scale_H)))
+
+    def _mix(self, kind: Kind, source: str, factors: Tensor) -> None:
+        data = Mixing(self._address(factors), len(factors), self.program.number("stream_logits"))
+        self.program.add(kind, source, "stream 0", data)
 
     def _attention(self, layer: int, rotations: tuple[Tensor, ...], backend: CpuAttention) -> WritePart:
         name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
@@ -209,10 +229,12 @@ class Writer:
 
         return append
 
-    def _feed_forward(self, name: str, buffers: Mapping[str, str]) -> WritePart:
+    def _feed_forward(self, name: str, buffers: Mapping[str, str], cut: float | None = None) -> WritePart:
         def append(source: str, target: str, residual: str) -> None:
             hidden = buffers["up"]
             self.linear(f"{name}.ffn_up", source, hidden)
+            if cut is not None:
+                self.program.add("cut_gate", hidden, hidden, c_float(cut))
             if self._config.gated_ffn:
                 hidden = buffers["gated"]
                 self.program.add("gate", buffers["up"], hidden, self._gate())

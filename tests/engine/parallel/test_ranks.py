@@ -38,7 +38,10 @@ NUM_TOKENS = 24
 UNSPLIT = {
     "GPT-2, one layer of one head": "its 1 heads are no multiple of 2",
     **dict.fromkeys(
-        ("Gemma 4, inputs of layers and shared keys", "Gemma 4 that sees, inputs of layers and shared keys"),
+        (
+            *("Gemma 4, inputs of layers and shared keys", "Gemma 4 that sees, inputs of layers and shared keys"),
+            *("Gemma 3n, past its window", "Gemma 3n, two streams, all gates and keys", "Gemma 3n that sees and hears"),
+        ),
         "its layers have inputs of their own",
     ),
     **dict.fromkeys(

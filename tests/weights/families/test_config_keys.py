@@ -241,12 +241,23 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 SEEING = (
-    *("aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "lfm2_vl", "llava"),
+    *(
+        "aya_vision",
+        "cohere2_vision",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "idefics3",
+        "internvl",
+        "lfm2_vl",
+        "llava",
+    ),
     *("llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
     *("qwen3_5_moe", "smolvlm"),
 )
 """Their modeling files read the fields of what sees, too; the fields of their text have tests as families of text."""
-BESIDE_SEEING = ("gemma4_text", "gemma4_unified_text")
+BESIDE_SEEING = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Their modeling files have what sees and hears, too."""
 
 

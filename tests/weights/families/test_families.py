@@ -63,7 +63,6 @@ def test_every_family_is_found_by_its_model_type() -> None:
             "llama4_text attends within chunks of 8,192 positions, and its routers weigh what experts read",
         ),
         ("deepseek_v4", "deepseek_v4 attends to compressed keys and values"),
-        ("gemma3n", r"gemma3n has four streams of states that each layer predicts and corrects \(AltUp\)"),
         ("phimoe", r"phimoe chooses each expert by a softmax of its own \(SparseMixer\)"),
         ("beam", r"beam multiplies what attention gives by gates of its input \(as BEAM does\)"),
         ("mimo_v2_flash", "mimo_v2_flash has values of another size than its keys"),
@@ -450,7 +449,7 @@ def load_neo(folder: Path, **fields: Any) -> ModelConfig:
 @pytest.mark.parametrize(
     "model_type",
     [
-        *("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"),
+        *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"),
         *("qwen3_5_moe", "qwen3_vl_moe"),
         *("aya_vision", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "llava_onevision", "smolvlm"),
     ],

@@ -73,7 +73,7 @@ static void pack_panel(void* job, int64_t panel) {
 }
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 37; }
+EXPORT int native_abi() { return 38; }
 
 // Whether the CPU has this variant of products in fp32 or bf16, by the bits of an element; 4 stands for codes in groups,
 // of 8 bits, too.

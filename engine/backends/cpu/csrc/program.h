@@ -32,6 +32,11 @@ enum Kind {
     XIELU,         // data: Xielu; in place
     ADD,           // out is in plus residual
     COPY,          // out is in, in the type of out
+    SCALE_EACH,    // data: Factors, of each element; in place
+    CUT_GATE,      // data: const float*, LayerConfig.gate_cut of weights/config.py, for the first half; in place
+    MATCH,         // out is multiplied by a number so that it is as long as in
+    PREDICT,       // data: Mixing; in are the logits, out is the first of the streams, in place
+    CORRECT,       // data: Mixing; in is what the layer computed, out is the first of the streams, in place
     // Parts of EXPERTS, which only experts.cpp writes; data: Experts.
     CHOOSE,  // in are the logits of the router
     GATHER,  // out are the pairs
@@ -40,7 +45,8 @@ enum Kind {
 };
 
 // In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR with
-// codes, both of GATE and XIELU, that of SCALE, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
+// codes, both of GATE and XIELU, that of SCALE, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD, COPY and those below it.
+// program.py sees to that.
 struct Buffer {
     void* data;     // [rows][width], of fp32 if wide, else of the program's elements
     int64_t width;
@@ -98,6 +104,22 @@ struct Table {
     const void* rows;  // of the program's elements; by `packed`, a packed weight or CodedRows
     float scale;
     int32_t packed;  // EMBED only: rows of a packed weight in fp32 or bf16 (linear.h), or of codes (code_rows.h)
+    int64_t num_rows;  // EMBED only: tokens from this number on have the first row; 0: all have their own
+};
+
+struct Factors {
+    const float* factors;  // [width]
+};
+
+constexpr int64_t MAX_STREAMS = 16;
+constexpr float LEAST_SQUARE = 1e-5f;  // the least mean square by which MATCH divides
+
+// What a layer's weights of a row, the hyperbolic tangents of its logits, are multiplied by: engine/model/stream_mixer.py
+// has the formulas. A stream is a wide buffer; all are neighbours.
+struct Mixing {
+    const float* factors;  // PREDICT: [num][num][num], of stream, weight and stream; CORRECT: [num][num], of weight and stream
+    int64_t num;           // of streams, at most MAX_STREAMS
+    int32_t logits;        // the buffer of logits
 };
 
 // Of each row, `count` vectors of `width` elements from `first` on are normalised. The mean is taken off if `centred`.

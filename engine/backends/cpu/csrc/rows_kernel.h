@@ -47,7 +47,7 @@ template <class T>
 static void embed(const Operation& op, const Program& program, const Step& step, int64_t row) {
     const Table& table = *(const Table*)op.data;
     const int64_t width = program.buffers[op.out].width;
-    const int64_t token_id = step.token_ids[row];
+    const int64_t asked = step.token_ids[row], token_id = table.num_rows && asked >= table.num_rows ? 0 : asked;
     const Row<T> to = wide_or_narrow_row<T>(program, op.out, row);
     const Floats scale = broadcast(table.scale);
     if (table.packed == CODED_ROWS) {
@@ -251,6 +251,8 @@ static void xielu(const Operation& op, const Program& program, const Step&, int6
     else xielu_row(numbers, row_of<T>(program, op.out, row), width);
 }
 
+#include "streams_kernel.h"
+
 static inline bool ranks_above(float a, float b) { return a > b || (a != a && b == b); }
 
 // Find the num_best of num_scores scores that rank highest, the highest first; of equal ones the first. `get(i, count)`
@@ -410,5 +412,6 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
 template <class T>
 static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
     nullptr, nullptr, nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, scale<T>,
-    multiply_row<T>, rotate<T>, gate<T>, gate_heads<T>, xielu<T>, add<T>, copy<T>, choose<T>, gather<T>, mix<T>};
+    multiply_row<T>, rotate<T>, gate<T>, gate_heads<T>, xielu<T>, add<T>, copy<T>, scale_each<T>, cut_gate<T>,
+    match<T>, predict<T>, correct<T>, choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

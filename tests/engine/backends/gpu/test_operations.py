@@ -47,7 +47,7 @@ OTHERS = (
     *("GLM 4 of 2025", "Arcee", "StarCoder2, past its window", "StableLM, parallel, biases"),
     *("Qwen2 MoE", "GLM 4.5, in groups", "dots.llm1", "ERNIE 4.5 MoE", "MiniMax M2", "Hunyuan MoE"),
     *("CodeGen", "Falcon 40B", "Falcon RW", "Persimmon", "Ministral 3, YaRN"),
-    *("Gemma 4 with experts", "Gemma 4, inputs of layers and shared keys"),
+    *("Gemma 4 with experts", "Gemma 4, inputs of layers and shared keys", "Gemma 3n, past its window"),
     *("StableLM 2 12B", "Command R+", "Qwen3-VL with experts", "Apertus"),
 )
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
