@@ -1,6 +1,6 @@
 """How files of one of llama.cpp's architectures are read: the row of a table, and the names most of them share.
 
-dense.py, mixtures.py, gemma4.py, lfm2.py, mamba.py and qwen.py have the rows. Sources: llama.cpp's
+dense.py, mixtures.py, gemma3n.py, gemma4.py, lfm2.py, mamba.py and qwen.py have the rows. Sources: llama.cpp's
 gguf-py/gguf/constants.py and tensor_mapping.py, and its conversion/. Torch-free.
 """
 
@@ -72,6 +72,8 @@ class Architecture:
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     """Parts of the names of tensors, with or without "weight" or "bias"."""
     layers: str = "model.layers"
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    """The tensors outside of layers that have several, and the name of one, with {} for its number."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """The tensors that have those of all experts, and the name of one, with {} for its number."""
     heads: Mapping[str, str] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from gptserve.weights.errors import InvalidCheckpointError, UnsupportedModelError, shown
 from gptserve.weights.gguf.architecture import Architecture
 from gptserve.weights.gguf.dense import DENSE
+from gptserve.weights.gguf.gemma3n import GEMMA3N
 from gptserve.weights.gguf.gemma4 import GEMMA4
 from gptserve.weights.gguf.keys import Fields, Keys
 from gptserve.weights.gguf.lfm2 import LFM2
@@ -24,7 +25,7 @@ from gptserve.weights.gguf.refused import why_refused
 from gptserve.weights.gguf.rope import head_size, rope_fields
 from gptserve.weights.stored_tensor import StoredTensor
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA4, **LFM2, **MAMBA, **QWEN}
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **MIXTURES, **GEMMA3N, **GEMMA4, **LFM2, **MAMBA, **QWEN}
 """By general.architecture; some have variants."""
 _VARIANTS = {
     "experts": "expert_count",
@@ -128,6 +129,10 @@ def _tensors(keys: Keys, architecture: Architecture) -> Iterator[tuple[str, Stor
         kinds = (f".{kind}" for ending, kind in _WITHOUT_KIND.items() if name.endswith(ending))
         stem, _, kind = f"{name}{next(kinds, '')}".rpartition(".")
         found = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
+        if found is None and stem in architecture.stacks:
+            whole = f"{architecture.stacks[stem]}.{kind}"
+            yield from _entries(keys, whole, tensor, tensor.shape[0], "streams")
+            continue
         if found is None:
             yield f"{architecture.outer[stem]}.{kind}" if stem in architecture.outer else name, tensor
             continue

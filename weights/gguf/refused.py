@@ -44,7 +44,6 @@ OWN_REASONS: Mapping[tuple[str, ...], str] = {
     ("clip", "cogvlm"): "is how a model sees, whose text is in another file",
     ("gptj",): "is a name to which llama.cpp has no model: use the model's folder of safetensors",
     OF_OWN_CODE: "is of a model that transformers only computes with the code of its makers, which is never run",
-    ("gemma3n",): "is read from the model's folder of safetensors alone so far",
     ("gemma_embedding", "llama_embed"): "reads text in both directions, and cannot continue it",
     ("dream", "llada", "llada_moe", "rnd1"): "fills in the tokens of a text in any order (diffusion)",
     ("dflash", "eagle3"): "drafts for another model, whose states it reads",

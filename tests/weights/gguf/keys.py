@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,7 @@ ARCHITECTURES = {
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "afmoe": MODEL_ARCH.AFMOE,
+    "gemma3n_text": MODEL_ARCH.GEMMA3N,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
@@ -129,7 +132,18 @@ _MIXTURE = {
 }
 _SAYS_WHICH = ("exaone4", "exaone_moe", "olmo3", "mellum", "cohere2_moe", "granite_swa", "granitemoe_swa")
 """The conversion writes which of their layers have windows."""
-_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "afmoe", "laguna", "gemma4_text", *_SAYS_WHICH)
+_WITH_WINDOWS = (
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "cohere2",
+    "gpt_oss",
+    "afmoe",
+    "laguna",
+    "gemma3n_text",
+    "gemma4_text",
+    *_SAYS_WHICH,
+)
 _LFM2 = ("lfm2", "lfm2_moe")
 _NEMOTRON_H = ("nemotron_h", "nemotron_h with experts")
 _OF_SIGMOIDS = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "afmoe", "laguna", "cohere2_moe", "hy_v3", "lfm2_moe")
@@ -189,6 +203,8 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_key_length(config["head_dim"])
     elif model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
         _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
+    if model_type == "gemma3n_text":
+        _add_gemma3n(writer, config)
     if model_type in QWENS:
         add_states(writer, config)
     if model_type in _LFM2:
@@ -221,6 +237,16 @@ def _add_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+def _add_gemma3n(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(share) if share else -math.inf for share in shares])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
 def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:

@@ -122,6 +122,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder2": ("starcoder2", {**SHAPES["StarCoder2, past its window"][1], "sliding_window": 4096}),
     "Mixtral": ("mixtral", {**SHAPES["Mixtral, past its window"][1], "sliding_window": None}),
     "Qwen3 MoE": ("qwen3_moe", {**SHAPES["Qwen3 MoE, weights of all"][1], "norm_topk_prob": True}),
+    "Gemma 3n": SHAPES["Gemma 3n, past its window"],
+    "Gemma 3n, two streams, all gates and keys": (
+        "gemma3n_text",
+        {**SHAPES["Gemma 3n, two streams, all gates and keys"][1], "attention_bias": False},
+    ),
     "Gemma 4": SHAPES["Gemma 4, past its window"],
     "Gemma 4 with experts": SHAPES["Gemma 4 with experts"],
     "Gemma 4, inputs of layers and shared keys": SHAPES["Gemma 4, inputs of layers and shared keys"],
@@ -315,6 +320,21 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         "Granite Swash",
         {"attention.rope_pattern": [0.5]},
         "granite_swa.attention.rope_pattern must be a list of true or false, got [0.5]",
+    ),
+    "gates of too few layers": (
+        "Gemma 3n",
+        {"activation_sparsity_scale": [0.5, 1.5]},
+        "gemma3n.activation_sparsity_scale must be a list of 6 numbers, or -inf for some, got [0.5, 1.5]",
+    ),
+    "no gates": (
+        "Gemma 3n",
+        {"activation_sparsity_scale": [float("inf")] * 6},
+        "gemma3n.activation_sparsity_scale must be a list of 6 numbers, or -inf for some, got [inf, inf",
+    ),
+    "no numbers of gates": (
+        "Gemma 3n",
+        {"activation_sparsity_scale": None},
+        "gemma3n.activation_sparsity_scale must be a list of 6 numbers, or -inf for some, but is missing",
     ),
     "widths of no kind": (
         "Gemma 4, inputs of layers and shared keys",

@@ -41,8 +41,9 @@ NEWER_NAMES = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
 }
-"""Those that the released package gguf lacks for NEWER, and those of Gemma 4's parameters without a kind."""
+"""Those that the released package gguf lacks for NEWER, and those of Gemma 3n's and 4's parameters without a kind."""
 
 Pieces = list[tuple[str, np.ndarray]]
 
@@ -144,8 +145,7 @@ def write_gguf(
     for name, value in values.items():
         if ".act_fn." in name:
             continue
-        if of_expert := re.fullmatch(r"(\w+\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
-            joined = f"{of_expert[1]}.{of_expert[2]}.weight"
+        if joined := _joined(name):
             its_type = type_of(_of_gguf(joined, names), value.shape[-1])
             blocks = packed(value.astype(np.float32), its_type)
             experts.setdefault((joined, its_type), []).append(blocks)
@@ -181,6 +181,14 @@ def write_gguf(
     if in_place is not None:
         values = as_published(config, values, published) if config["model_type"] in QWENS else values
         save_file(values, in_place / "model.safetensors")
+
+
+def _joined(name: str) -> str | None:
+    """Return what a weight of one expert, or of one stream, is a part of."""
+    if of_expert := re.fullmatch(r"(\w+\.layers\.\d+\.\w+\.experts)\.\d+\.(\w+)\.weight", name):
+        return f"{of_expert[1]}.{of_expert[2]}.weight"
+    of_stream = re.fullmatch(r"(model\.altup_\w+)\.\d+\.weight", name)
+    return None if of_stream is None else f"{of_stream[1]}.weight"
 
 
 def _fused(values: dict[str, np.ndarray], num_layers: int) -> dict[str, np.ndarray]:
