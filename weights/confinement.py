@@ -159,6 +159,9 @@ def _own_files() -> Iterator[Path]:
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     folders = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sys.path, *libraries)
     yield from (Path(folder) for folder in dict.fromkeys((*folders, *SYSTEM_FILES)) if folder not in ("", "/"))
+    project = __name__.partition(".")[0]  # which may be imported from where it is edited
+    own = [module for name, module in sys.modules.items() if name.partition(".")[0] == project]
+    yield from (Path(folder) for module in own for folder in getattr(module, "__path__", ()))
 
 
 # --- seccomp

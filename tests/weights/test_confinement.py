@@ -85,6 +85,7 @@ ALLOWED = {
     "read its files": "assert (folder / 'readable/file').read_text() == 'text'",
     "read what a link leads to": "assert (folder / 'readable/link').read_text() == 'apart'",
     "import": "import tokenizers, llguidance, numpy, jinja2.ext, tiktoken, sqlite3, zoneinfo",
+    "import what others of this project import later": "import gptserve.weights.families.gpt2",
     "tell the time": "import time; time.strftime('%c %Z')",
     "draw random numbers": "os.urandom(8); open('/dev/urandom', 'rb').read(8)",
     "read its own size": "open('/proc/self/statm').read()",
