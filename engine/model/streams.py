@@ -28,8 +28,9 @@ class StreamedBlock:
     ) -> None:
         assert config.streams is not None
         name, others = f"blocks.{layer}", range(1, config.streams)
-        is_first, is_last = layer == 0, layer == config.num_layers - 1
-        self._begin = [take_linear(source, f"{name}.streams.{i}.stream_in", bias=False) for i in others if is_first]
+        self._is_first, self._is_last = layer == 0, layer == config.num_layers - 1
+        of_first, of_last = (others if its else () for its in (self._is_first, self._is_last))
+        self._begin = [take_linear(source, f"{name}.streams.{i}.stream_in", bias=False) for i in of_first]
         self._norm = take_norm(config, source, f"{name}.stream_norm", 1 / config.hidden_size)
         self._router = take_linear(source, f"{name}.stream_router", bias=False, out_dtype=torch.float32)
         numbers = (source.take(f"{name}.stream_{kind}") for kind in ("predict", "correct", "scale"))
@@ -37,7 +38,7 @@ class StreamedBlock:
         source.scales["streams"] = 1 / config.streams
         self._block = Block(config, layer, source, backend, device)
         self._input = LayerInput(config, source, name)
-        self._end = [take_linear(source, f"{name}.streams.{i}.stream_out", bias=False) for i in others if is_last]
+        self._end = [take_linear(source, f"{name}.streams.{i}.stream_out", bias=False) for i in of_last]
 
     def __call__(
         self,
@@ -51,14 +52,14 @@ class StreamedBlock:
     ) -> tuple[Tensor, Tensor | None]:
         """Return what Block returns, of all streams."""
         assert term is None
-        if self._begin:
+        if self._is_first:
             x = torch.stack([x, *(with_length_of(x, linear(x)) for linear in self._begin)], dim=1)
         predicted = self._mixer.predict(x, self._logits(x[:, 0]))
         y, _ = self._block(predicted[:, 0].contiguous(), None, rotation, cache_2NGBD, state, metadata)
         x = self._mixer.correct(predicted, y, self._logits(y))
         first = (x[:, 0].float() * self._mixer.scale_H).to(x.dtype)
         x[:, 1:] += self._input.term(first, input_TI)[:, None]
-        return self._ended(x) if self._end else x, None
+        return self._ended(x) if self._is_last else x, None
 
     def _logits(self, x_TH: Tensor) -> Tensor:
         return self._router(self._norm(x_TH))

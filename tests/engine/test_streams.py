@@ -22,6 +22,7 @@ NO_PROGRAM = "torch runs the operations of a step, not a program: "
 OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
     "a program": ({}, None),
     "a narrow side": ({"laurel_rank": 24}, "a linear's input is not a multiple of 32 wide"),
+    "one stream": ({"altup_num_inputs": 1, "laurel_rank": 24}, "a linear's input is not a multiple of 32 wide"),
     "many streams": ({"altup_num_inputs": 17}, "it has more than 16 streams"),
 }
 LOADS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,8 @@ from gptserve.weights.special_tokens import eos_token_id
 
 logger = logging.getLogger(__name__)
 
+MAX_SHARED_EXPERTS = 2**16  # over all layers, far above any model
+
 NO_MODELS = {
     "adapter_config.json": "holds an adapter and no model; merge it into its base model, and serve that",
     "params.json": "is in the format of its makers' own code; use its files in the format of transformers",
@@ -87,6 +89,8 @@ def load_config(folder: Path, doubtful_keys: DoubtfulKeys = "accept") -> ModelCo
     config = family.read_config(raw)
     if not any(layer.num_kv_heads for layer in config.distinct_layers):
         raise UnsupportedModelError("config.json: no layer attends to tokens, and states alone are not computed")
+    if sum(layer.experts.num_shared for layer in config.layers if layer.experts) > MAX_SHARED_EXPERTS:
+        raise InvalidConfigError(f"config.json: layers have more than {MAX_SHARED_EXPERTS} shared experts in all")
     path = folder / "generation_config.json"
     generation = RawConfig(read_json_object(path, InvalidConfigError, required=False), path.name)
     eos_token_ids = config.eos_token_ids + raw.token_ids("eos_token_id", config.vocab_size)

@@ -31,6 +31,8 @@ def with_factors(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     """
     attention_scale = raw.positive("attention_multiplier", default=1.0)
     m = raw.positive("residual_multiplier", default=1.0)
+    if not 1e-6 <= m <= 1e6:
+        raise raw.error("residual_multiplier", "a number from 1e-6 to 1e6")
     return replace(
         config.change_layers(lambda layer: replace(layer, attention_scale=attention_scale)),
         norm_eps=config.norm_eps / m**2,

@@ -12,7 +12,7 @@ from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_ffn
 from gptserve.weights.families.granite import SHARED, moe_sources, with_factors, with_shared_experts
 from gptserve.weights.families.llama import IGNORED, NAMES, read_llama_config
-from gptserve.weights.families.mamba import MAX_CONV_SIZE, read_step_limits, with_mixers
+from gptserve.weights.families.mamba import MAX_CONV_SIZE, check_mixer, read_step_limits, with_mixers
 
 _ATTENDS = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
 _HYBRID: layout.Names = {"blocks.{}.ffn_up": SHARED.up[0], "blocks.{}.ffn_down": SHARED.down}
@@ -56,7 +56,7 @@ def _read_space(raw: RawConfig, hidden: int) -> StateSpace:
         raise raw.error("mamba_n_heads", f"a multiple of mamba_n_groups ({num_groups}) and a divisor of {width}")
     if raw.value("mamba_d_head", "auto") not in ("auto", width // num_heads):
         raise raw.error("mamba_d_head", f'"auto" or {width // num_heads}')
-    return StateSpace(
+    space = StateSpace(
         num_groups,
         num_heads,
         key_size=raw.size("mamba_d_state", default=256, limit=MAX_WIDTH),
@@ -66,6 +66,7 @@ def _read_space(raw: RawConfig, hidden: int) -> StateSpace:
         step_limits=read_step_limits(raw, "time_step_limit"),
         has_conv_bias=raw.boolean("mamba_conv_bias", default=False),
     )
+    return check_mixer(raw, "mamba_n_heads", space)
 
 
 _dense = with_mixers(layout.decoder({**NAMES, **_HYBRID}), _MIXER)

@@ -14,6 +14,8 @@ from gptserve.weights.families import layout
 from gptserve.weights.families.family import RawConfig, Source
 
 MAX_CONV_SIZE = 64
+_MAX_FACTORS = 2**22
+"""Of a mixer's convolutions, far above any model: each has a number in the order of rows."""
 _INFINITE = {"__float__": "Infinity"}
 """As transformers writes it."""
 
@@ -25,6 +27,14 @@ def read_step_limits(raw: RawConfig, name: str) -> tuple[float, float]:
     if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits) or not 0 <= limits[0] <= limits[1]:
         raise raw.error(name, "a list of two numbers, of which the first is at least 0 and the second no less")
     return float(limits[0]), float(limits[1])
+
+
+def check_mixer(raw: RawConfig, heads: str, space: StateSpace) -> StateSpace:
+    """Return the mixer, whose number of heads the file has by the name `heads`. Raises InvalidConfigError."""
+    num = space.conv_width * space.conv_size
+    if num > _MAX_FACTORS:
+        raise raw.error(heads, f"such that convolutions have at most {_MAX_FACTORS} factors, not {num}")
+    return space
 
 
 def with_mixers(

@@ -13,6 +13,7 @@ from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import (
     ACTIVATIONS,
+    MAX_LAYERS,
     MAX_WIDTH,
     Family,
     RawConfig,
@@ -20,7 +21,7 @@ from gptserve.weights.families.family import (
     plain_config,
     with_kv_heads,
 )
-from gptserve.weights.families.mamba import MAX_CONV_SIZE, mixer_sources, read_step_limits
+from gptserve.weights.families.mamba import MAX_CONV_SIZE, check_mixer, mixer_sources, read_step_limits
 from gptserve.weights.families.mixtures import read_deepseek_experts
 
 _OF_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -83,8 +84,9 @@ def _read_kinds(raw: RawConfig) -> list[str]:
     raw.skip(*names)
     kinds = raw.value(name, ["mamba", "moe", "attention", "mlp"])
     of_kinds = _OF_LETTERS if name == names[2] else _KINDS
-    if not isinstance(kinds, str if name == names[2] else list) or not kinds or not all(k in of_kinds for k in kinds):
-        what = "letters" if name == names[2] else "a list"
+    num = len(kinds) if isinstance(kinds, str if name == names[2] else list) else 0
+    if not isinstance(kinds, str | list) or not 1 <= num <= MAX_LAYERS or not set(map(str, kinds)) <= of_kinds.keys():
+        what = f"{'letters' if name == names[2] else 'a list'}, at most {MAX_LAYERS}"
         raise raw.error(name, f"{what}, each one of {', '.join(of_kinds)}")
     return [of_kinds[kind] for kind in kinds]
 
@@ -130,7 +132,7 @@ def _read_space(raw: RawConfig, config: ModelConfig) -> StateSpace:
     num_heads, num_groups = raw.size("mamba_num_heads", default=128), raw.size("n_groups", default=8)
     if num_heads % num_groups:
         raise raw.error("mamba_num_heads", f"a multiple of n_groups ({num_groups})")
-    return StateSpace(
+    space = StateSpace(
         num_groups,
         num_heads,
         key_size=raw.size("ssm_state_size", default=128, limit=MAX_WIDTH),
@@ -140,6 +142,7 @@ def _read_space(raw: RawConfig, config: ModelConfig) -> StateSpace:
         step_limits=read_step_limits(raw, "time_step_limit"),
         has_conv_bias=raw.boolean("use_conv_bias", default=False),
     )
+    return check_mixer(raw, "mamba_num_heads", space)
 
 
 _outer = layout.decoder({"embed": "embeddings", "final_norm": "norm_f", "head": "lm_head"})

@@ -62,6 +62,15 @@ def test_layers_have_experts_and_a_shared_one_or_that_alone(tmp_path: Path) -> N
     assert all(layer.ffn_size == 96 and layer.experts is None for layer in load(tmp_path).layers)
 
 
+def test_shared_experts_that_would_fill_memory_are_refused(tmp_path: Path) -> None:
+    fields = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 1}
+    assert load(tmp_path, **fields, shared_intermediate_size=21_845).layers[0].experts == Experts(
+        2, 1, num_shared=21_845
+    )
+    with pytest.raises(InvalidConfigError, match=r"^config.json: layers have more than 65536 shared experts in all$"):
+        load(tmp_path, **fields, shared_intermediate_size=21_846)
+
+
 LIMITS = "a list of two numbers, of which the first is at least 0 and the second no less"
 
 
@@ -73,6 +82,12 @@ LIMITS = "a list of two numbers, of which the first is at least 0 and the second
             {"mamba_n_groups": 3},
             "mamba_n_heads must be a multiple of mamba_n_groups (3) and a divisor of 128, got 8",
         ),
+        (
+            {"mamba_expand": 2**20},
+            "mamba_n_heads must be such that convolutions have at most 4194304 factors, not 268437504, got 8",
+        ),
+        ({"residual_multiplier": 1e200}, "residual_multiplier must be a number from 1e-6 to 1e6, got 1e+200"),
+        ({"residual_multiplier": 1e-200}, "residual_multiplier must be a number from 1e-6 to 1e6, got 1e-200"),
         ({"mamba_d_head": 32}, 'mamba_d_head must be "auto" or 16, got 32'),
         ({"time_step_limit": [1.0, 0.5]}, f"time_step_limit must be {LIMITS}, got [1.0, 0.5]"),
         ({"time_step_limit": [-1, 0.5]}, f"time_step_limit must be {LIMITS}, got [-1, 0.5]"),

@@ -72,12 +72,26 @@ def test_steps_are_limited_as_the_makers_code_does_it(tmp_path: Path) -> None:
     [
         (
             {"hybrid_override_pattern": "MX*"},
-            "hybrid_override_pattern must be letters, each one of M, *, -, E, got 'MX*'",
+            "hybrid_override_pattern must be letters, at most 4096, each one of M, *, -, E, got 'MX*'",
         ),
         (
             {"layers_block_type": ["mamba", "conv"]},
-            "layers_block_type must be a list, each one of linear_attention, full_attention, mamba, attention, mlp, "
-            "moe, got ['mamba', 'conv']",
+            "layers_block_type must be a list, at most 4096, each one of linear_attention, full_attention, mamba, "
+            "attention, mlp, moe, got ['mamba', 'conv']",
+        ),
+        (
+            {"layers_block_type": [[]]},
+            "layers_block_type must be a list, at most 4096, each one of linear_attention, full_attention, mamba, "
+            "attention, mlp, moe, got [[]]",
+        ),
+        (
+            {"hybrid_override_pattern": "M" * 4096 + "*"},
+            f"hybrid_override_pattern must be letters, at most 4096, each one of M, *, -, E, got '{'M' * 76}...",
+        ),
+        (
+            {"hybrid_override_pattern": "M*", "mamba_num_heads": 10**9},
+            "mamba_num_heads must be such that convolutions have at most 4194304 factors, not 64000000384, got "
+            "1000000000",
         ),
         (
             {"hybrid_override_pattern": "M*", "n_groups": 3},
