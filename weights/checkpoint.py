@@ -125,6 +125,7 @@ class Checkpoint:
             if not source.is_zero:
                 self._fill(tuple(tensors.values()), source, copies.copy)
                 copies.join()
+                _multiply(next(iter(tensors.values())), source)
             num_bytes_read += self._num_bytes(source)
             if progress is not None:
                 progress(num_bytes_read, self.num_bytes)
@@ -319,6 +320,14 @@ def _empty(pages: HugePages, shape: Shape, dtype: torch.dtype, device: torch.dev
     if len(shape) == 1:
         return pages.take(num_bytes).view(dtype)
     return torch.empty(shape, dtype=dtype)
+
+
+def _multiply(tensor: Tensor, source: Source) -> None:
+    """Multiply rows by the factors of a source."""
+    start = 0
+    for num, factor in source.factors:
+        tensor[start : start + num].mul_(factor)
+        start += num
 
 
 def _copy_rows(

@@ -166,6 +166,8 @@ class StateSpace(LinearAttention):
     step_limits: tuple[float, float] = (0.0, math.inf)
     """The least step of a token, and the largest."""
     has_conv_bias: bool = True
+    has_norm: bool = True
+    """What all value heads of a key head give, times its gates, is normalised."""
 
     @property
     def rate_width(self) -> int:
@@ -201,12 +203,12 @@ class ShortConvolution:
 
 
 Recurrence = GatedDelta | StateSpace | ShortConvolution
-"""What a layer may have in place of attention: it keeps a state of each sequence, of one size at any length."""
+"""What a layer may have in place of attention or beside it: it keeps a state of one size at any length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where `recurrence` is."""
+    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where there is no attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -235,7 +237,7 @@ class LayerConfig:
     keys_are_values: bool = False
     """Values are what the key projection gives, before keys are normalised and rotated: it has no other weights."""
     recurrence: Recurrence | None = None
-    """What the layer has in place of attention."""
+    """What the layer has in place of attention, or beside it: then both are added to the stream."""
 
     @property
     def q_size(self) -> int:
@@ -251,11 +253,6 @@ class LayerConfig:
     def qkv_size(self) -> int:
         """Rows of the fused query-key-value projection."""
         return self.q_size + (2 * self.kv_size if self.kv_layer is None else 0)
-
-    @property
-    def out_size(self) -> int:
-        """Columns of the projection of what attention gives, or what takes its place."""
-        return self.q_size if self.recurrence is None else self.recurrence.out_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +370,8 @@ class ModelConfig:
     """The factor of the logits, before a cap. It needs a final norm with weights and a head without bias."""
     logit_softcap: float | None = None
 
+    weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """By kind of tensor numbers by which its parts, rows side by side, are multiplied as it is read."""
     classifier: Classifier | None = None
     """What reads the states in the place of the head."""
 

@@ -126,7 +126,7 @@ def find_code_formats(sources: Mapping[str, Source], parts: Mapping[str, Part]) 
     """
     found: dict[str, AnyFormat] = {}
     for name, source in sources.items():
-        if name.endswith(".weight") and not (source.is_zero or source.is_wide or source.is_flat or source.columns):
+        if name.endswith(".weight") and source.is_of_rows:
             formats = [_format_of(parts[part]) for part, _ in source.parts]
             if None in formats:
                 continue

@@ -45,7 +45,6 @@ WITH_STATES = (
     *(
         "bailing_hybrid",
         "bamba",
-        "falcon_h1",
         "falcon_mamba",
         "inkling_text",
         "inkling2_loop_text",

@@ -129,7 +129,7 @@ def unread_weight(
     `read` returns the stored tensors of a part, of one entry if this is given, by the endings of their names.
     """
     shape, is_plain = source.shape, all(parts[name].type is PLAIN for name, _ in source.parts)
-    if source.is_zero or source.is_wide or source.is_flat or source.columns or len(shape) != 2:
+    if not source.is_of_rows or len(shape) != 2:
         return None
     if not is_plain and source.row_order is not None:  # rows of other types are not read one by one
         return None

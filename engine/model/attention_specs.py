@@ -29,6 +29,6 @@ def attention_spec(
 def layer_specs(config: ModelConfig, device: torch.device) -> list[AttentionSpec]:
     """Return the attention of all layers that have it, with sinks of 0 where the model has any."""
     has_sinks = config.attention_sinks
-    layers = [layer for layer in config.layers if layer.recurrence is None]
+    layers = [layer for layer in config.layers if layer.num_heads]
     sinks = [torch.zeros(layer.num_heads, device=device) if has_sinks else None for layer in layers]
     return [attention_spec(config, layer, device, its) for layer, its in zip(layers, sinks, strict=True)]

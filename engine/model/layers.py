@@ -167,12 +167,10 @@ class Block:
         is_more = config.parallel_residual or config.layer_input_size or config.layer_scale
         self._norms_add = not is_more and config.norm_placement == "input" and bool(source.operations.add_normalize)
         self._attn_residual = Residual(config, source, f"{name}.attn")
-        recurrence = config.layers[layer].recurrence
-        self._attention = Attention(config, layer, source, backend, device) if recurrence is None else None
-        self._recurrent = None if recurrence is None else take_recurrent(config, layer, source)
+        self._attention = Attention(config, layer, source, backend, device) if config.layers[layer].num_heads else None
+        self._recurrent = take_recurrent(config, layer, source)
         shared = self._attn_residual.norm if config.shared_norm or not config.layers[layer].ffn_size else None
-        is_inner = config.layers[layer].dense_size is not None
-        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, is_inner)
+        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, bool(config.layers[layer].dense_size))
         self._ffn = take_feed_forward(config, config.layers[layer], source, name)
         self._input = LayerInput(config, source, name) if config.layer_input_size and not config.streams else None
         self._scale = take_scale(source, name) if config.layer_scale else None
@@ -195,9 +193,11 @@ class Block:
 
         def attend(h: Tensor, residual: Tensor | None) -> Tensor:
             if self._attention is not None:
-                return self._attention(h, residual, rotation, cache_2NGBD, metadata)
-            assert self._recurrent is not None and state is not None
-            return self._recurrent(h, residual, state, metadata)
+                residual = self._attention(h, residual, rotation, cache_2NGBD, metadata)
+            if self._recurrent is not None and state is not None:
+                residual = self._recurrent(h, residual, state, metadata)
+            assert residual is not None
+            return residual
 
         if self._norms_add:
             total = self._attn_residual.of_sum(attend, x, term)

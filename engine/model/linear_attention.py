@@ -30,7 +30,7 @@ class LinearHeads:
     Queries, keys and values are convolved over time, each channel alone, and activated by SiLU. `recur` says what a
     head makes of them. By the gated delta rule queries and keys become vectors of length 1 before, and queries are
     divided by sqrt(K); what a head gives is normalised, and then multiplied by SiLU of the gate. A state space gates
-    first, and normalises what all value heads of a key head give.
+    first, and normalises what all value heads of a key head give, if it has a norm.
     """
 
     def __init__(self, config: ModelConfig, layer: int, source: StreamedTensors) -> None:
@@ -49,12 +49,8 @@ class LinearHeads:
             source.take(f"{name}.memory_skip") if is_space else None,
         )
         self._numbers = numbers
-        normalize, weight = source.operations.normalize, source.take(f"{name}.memory_norm.weight").float()
-        if isinstance(shape, StateSpace):
-            weight = weight.view(shape.num_key_heads, -1)
-        eps = shape.norm_eps if isinstance(shape, StateSpace) else config.norm_eps
-        self._norm = source.norms[f"{name}.memory_norm"] = Norm("rmsnorm", weight, None, eps, normalize)
-        self._norms = key_norms(shape, weight.device) if isinstance(shape, GatedDelta) else None
+        self._norm = _take_norm(config, source, name, shape)
+        self._norms = key_norms(shape, numbers.decay_H.device) if isinstance(shape, GatedDelta) else None
         self._out = take_linear(source, f"{name}.memory_out", bias=False)
 
     def __call__(self, x: Tensor, residual: Tensor | None, state: State, metadata: AttentionMetadata) -> Tensor:
@@ -71,10 +67,12 @@ class LinearHeads:
             of_tokens = q_THK, k_THK, v_THV.float(), decays_TH[rows], learned_TH[rows]
             heads_THV[rows] = recur(state.memory_NHKV, place, *of_tokens, self._numbers.skip_H).to(mixed.dtype)
         heads_THV[metadata.query_starts[-1] :] = 0  # padding
-        if isinstance(shape, GatedDelta):
-            return self._out(gate_heads(self._norm(heads_THV), self._gate(x), "silu"), residual)
-        gated_TGX = gate_heads(heads_THV, self._gate(x), "silu").view(len(x), shape.num_key_heads, -1)
-        return self._out(self._norm(gated_TGX).flatten(1), residual)
+        if self._norm is not None and isinstance(shape, GatedDelta):
+            heads_THV = self._norm(heads_THV)
+        gated = gate_heads(heads_THV, self._gate(x), "silu")
+        if self._norm is not None and isinstance(shape, StateSpace):
+            gated = self._norm(gated.view(len(x), shape.num_key_heads, -1)).flatten(1)
+        return self._out(gated, residual)
 
     def _learned_and_decays(self, rates: Tensor) -> tuple[Tensor, Tensor]:
         """Return how much each head learns of each token, and by what it multiplies its memory before, [T, H] each."""
@@ -96,6 +94,17 @@ class LinearHeads:
             query_norm, key_norm = self._norms
             q_TGK, k_TGK = query_norm(q_TGK), key_norm(k_TGK)
         return q_TGK, k_TGK, v.view(num, shape.num_value_heads, shape.value_size)
+
+
+def _take_norm(config: ModelConfig, source: StreamedTensors, name: str, shape: GatedDelta | StateSpace) -> Norm | None:
+    """Return the norm of what heads give, if any: of a value head, or of those of a key head, with its weights."""
+    if isinstance(shape, StateSpace) and not shape.has_norm:
+        return None
+    weight, eps = source.take(f"{name}.memory_norm.weight").float(), config.norm_eps
+    if isinstance(shape, StateSpace):
+        weight, eps = weight.view(shape.num_key_heads, -1), shape.norm_eps
+    norm = source.norms[f"{name}.memory_norm"] = Norm("rmsnorm", weight, None, eps, source.operations.normalize)
+    return norm
 
 
 def key_norms(delta: GatedDelta, device: torch.device) -> tuple[Norm, Norm]:

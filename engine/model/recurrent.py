@@ -1,4 +1,4 @@
-"""What takes the place of attention in a layer that keeps a state, by the kind of its recurrence. layers.py asks."""
+"""What a layer that keeps a state has in place of attention or beside it, by its kind. layers.py asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from gptserve.engine.model.loading import StreamedTensors
 from gptserve.weights.config import LinearAttention, ModelConfig
 
 
-def take_recurrent(config: ModelConfig, layer: int, source: StreamedTensors) -> LinearHeads | GatedConvolution:
-    """Build it with the weights of the layer of this number, which has a recurrence."""
-    has_heads = isinstance(config.layers[layer].recurrence, LinearAttention)
+def take_recurrent(config: ModelConfig, layer: int, source: StreamedTensors) -> LinearHeads | GatedConvolution | None:
+    """Build it with the weights of the layer of this number; return None if that keeps no state."""
+    recurrence = config.layers[layer].recurrence
+    if recurrence is None:
+        return None
+    has_heads = isinstance(recurrence, LinearAttention)
     return LinearHeads(config, layer, source) if has_heads else GatedConvolution(config, layer, source)

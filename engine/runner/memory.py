@@ -278,10 +278,13 @@ def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
         if isinstance(recurrence, LinearAttention):
             shapes |= {(hidden, recurrence.conv_width), (hidden, recurrence.value_width)}
             shapes.add((hidden, recurrence.rate_width))
-        else:
-            shapes.add((hidden, layer.qkv_size if recurrence is None else recurrence.in_width))
-        shapes.add((layer.out_size, hidden))
-        if model.attention_gate is not None and recurrence is None:
+        elif recurrence is not None:
+            shapes.add((hidden, recurrence.in_width))
+        if recurrence is not None:
+            shapes.add((recurrence.out_width, hidden))
+        if layer.num_heads:
+            shapes |= {(hidden, layer.qkv_size), (layer.q_size, hidden)}
+        if model.attention_gate is not None and layer.num_heads:
             shapes.add((hidden, layer.num_heads if model.gates_heads else layer.q_size))
         for width in {layer.ffn_size, layer.dense_size or layer.ffn_size} - {0}:
             shapes |= {(hidden, width * (2 if model.gated_ffn else 1)), (width, hidden)}

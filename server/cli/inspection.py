@@ -200,7 +200,7 @@ def inspect_model(
         num_read = sum(entry.bytes_per_token for entry in computed)
         kv_bytes = kv_bytes_per_token(model, num_bytes)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes, *fits, computed, num_read))
-    with_keys = [layer for layer in model.layers if layer.recurrence is None]
+    with_keys = [layer for layer in model.layers if layer.num_heads]
     kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in with_keys}
     num_kv_heads, head_size = kv_shapes.pop() if len(kv_shapes) == 1 else (None, None)
     return ModelReport(

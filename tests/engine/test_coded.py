@@ -57,7 +57,7 @@ def logprobs(engine: Engine) -> torch.Tensor:
     "name",
     [
         *("Llama", "GPT-NeoX", "Llama, biases, own head size, tied", "Mixtral, past its window", "Qwen3.5"),
-        *("Granite 4-H", "Nemotron-H"),
+        *("Granite 4-H", "Nemotron-H", "Falcon-H1"),
     ],
 )
 def test_codes_of_8_bits_give_nearly_what_they_are_unpacked_to(name: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ NO_ATTENTION = {
 }
 
 
-@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2", "Qwen3.5 in GGUF", HYBRID])
+@pytest.fixture(scope="module", params=["Qwen3.5", "LFM2", "Qwen3.5 in GGUF", HYBRID, "Falcon-H1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, (name, *in_gguf) = tmp_path_factory.mktemp("model"), request.param.split(" in ")
     write_model(folder, *SHAPES[name])
@@ -126,7 +126,7 @@ def test_choices_of_one_prompt_compute_it_once(folder: Path) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "product"), [("packed", "native_coded"), ("awq", "native_coded"), ("fp8", "native")])
-@pytest.mark.parametrize("shape", ["Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", HYBRID])
+@pytest.mark.parametrize("shape", ["Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", HYBRID, "Falcon-H1"])
 def test_quantized_folders_give_nearly_what_they_are_unpacked_to(
     shape: str, name: str, product: str, tmp_path: Path
 ) -> None:
@@ -137,8 +137,9 @@ def test_quantized_folders_give_nearly_what_they_are_unpacked_to(
         return None if is_left else form.of(module)
 
     of_delta = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    sizes = {"hidden_size": 64} | ({"mamba_n_heads": 8} if shape == HYBRID else of_delta)
-    if shape != "Qwen3.5":
+    sizes = {HYBRID: {"mamba_n_heads": 8}, "Falcon-H1": {"mamba_n_heads": 8, "mamba_d_ssm": 128}}.get(shape, of_delta)
+    sizes = {"hidden_size": 64, **sizes}
+    if shape not in ("Qwen3.5", "Falcon-H1"):
         sizes["num_experts_per_tok"] = 5  # all: rounded rows may choose others
     write_model(folder, SHAPES[shape][0], SHAPES[shape][1] | sizes)
     plain = write_quantized(folder, form.section, packer_of)
@@ -165,6 +166,7 @@ def test_memory_for_states_is_planned(folder: Path) -> None:
     expected = {  # layers, and their numbers
         "qwen3_5_text": 3 * (3 * (2 * 64 + 96) + 4 * 32 * 24),
         "lfm2": 2 * 2 * 64,
+        "falcon_h1": 2 * (3 * (2 * 48 + 96) + 6 * 24 * 16),
         "granitemoehybrid": 2 * (2 * 48 + 128) + 4 * 24 * 32,
     }
     assert size == 4 * expected[model.model_type]
@@ -190,6 +192,8 @@ def test_no_gpu_computes_states(folder: Path) -> None:
 
 def test_a_model_without_attention_is_refused(folder: Path, tmp_path: Path) -> None:
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if fields["model_type"] == "falcon_h1":
+        pytest.skip("all its layers attend")
     (stateful,) = set(fields["layer_types"]) - {"full_attention"}
     fields["layer_types"] = [stateful] * len(fields["layer_types"])
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")

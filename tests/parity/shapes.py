@@ -52,6 +52,25 @@ _NEMOTRON_H = {
     "chunk_size": 16,
     "time_step_limit": [0.0, 9.0],
 }
+_FALCON_H1 = {
+    **_LLAMA,
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+    "time_step_limit": [0.0, 9.0],
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 0.6,
+    "mlp_multipliers": [0.9, 1.4],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.5,
+    "ssm_multipliers": [0.7, 1.5, 0.8, 1.2, 0.6],
+}
 _SWASH = {**_GRANITE, "num_hidden_layers": 4, "sliding_window": 11, "layer_rope_theta": [1e4, 5e5, 0, 1e4]}
 _NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
@@ -935,6 +954,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {**_NEMOTRON_H, "layers_block_type": ["mamba", "mamba", "mlp", "attention", "mlp", "attention"]},
     ),
+    "Falcon-H1": ("falcon_h1", _FALCON_H1),
+    "Falcon-H1, norms, no factors": (
+        "falcon_h1",
+        {
+            **{name: value for name, value in _FALCON_H1.items() if "multiplier" not in name},
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.6, 0.9],
+            "tie_word_embeddings": True,
+        },
+    ),
     "Nemotron 3 Nano": (
         "nemotron_h",
         {
@@ -974,6 +1005,6 @@ UNLIKE = frozenset(
 WITH_STATES = {
     name
     for name, (kind, _) in SHAPES.items()
-    if kind.startswith(("lfm", "qwen3_5", "qwen3_next", "nemotron_h")) or name.startswith("Granite 4-H")
+    if kind.startswith(("lfm", "qwen3_5", "qwen3_next", "nemotron_h", "falcon_h1")) or name.startswith("Granite 4-H")
 }
 """Those whose layers keep states, which only a CPU computes."""

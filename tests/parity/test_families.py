@@ -252,7 +252,9 @@ def test_shards_and_bf16_give_the_same_tensors(name: str, written: Written, tmp_
     halves = dict(Checkpoint(tmp_path, config).stream(dtype=torch.bfloat16, device="cpu"))
 
     assert halves.keys() == whole.keys()
-    assert all(torch.equal(halves[name], whole[name].bfloat16()) for name in whole)
+    differing = [name for name in whole if not torch.equal(halves[name], whole[name].bfloat16())]
+    assert not differing or config.weight_factors  # what was rounded before it was multiplied is rounded twice
+    assert all(torch.allclose(halves[name].float(), whole[name], rtol=2**-7) for name in differing)
 
 
 @pytest.mark.some(3)

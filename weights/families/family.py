@@ -87,7 +87,8 @@ class Source:
     one expert of all that are stored as one tensor. row_order, if given, lists the joined row for each canonical row:
     a fused projection may be stored with its heads interleaved, and a rank may have some of the rows. columns, if
     given, are the start and end of those that it has. is_zero: it has zeros, since another rank has the values.
-    is_wide: it stays in fp32, whatever the dtype of computation. is_flat: of each part all numbers are rows.
+    is_wide: it stays in fp32, whatever the dtype of computation. is_flat: of each part all numbers are rows. factors
+    has those of the canonical rows, each with the number of rows that it multiplies; none where it is empty.
     """
 
     parts: tuple[tuple[str, Shape], ...]
@@ -98,6 +99,7 @@ class Source:
     is_zero: bool = False
     is_wide: bool = False
     is_flat: bool = False
+    factors: tuple[tuple[int, float], ...] = ()
 
     @property
     def joined_shape(self) -> Shape:
@@ -106,6 +108,11 @@ class Source:
         shapes = [shape[::-1] if self.transpose else shape for shape in shapes]
         shapes = [(math.prod(shape),) if self.is_flat else shape for shape in shapes]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it has whole rows of its parts, with their numbers as they are."""
+        return not (self.is_zero or self.is_wide or self.is_flat or self.columns or self.factors)
 
     @property
     def shape(self) -> Shape:

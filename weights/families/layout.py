@@ -121,7 +121,7 @@ def _absent(config: ModelConfig, layer: LayerConfig) -> dict[str, bool]:
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     is_absent["xielu"] = not config.xielu
     is_absent["attn_gate"] = config.attention_gate is None
-    if layer.recurrence is not None:
+    if not layer.num_heads:
         is_absent |= dict.fromkeys(("qkv", "q_norm", "k_norm", "attn_gate", "attn_out"), True)
     return is_absent
 

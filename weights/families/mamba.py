@@ -69,7 +69,8 @@ def mixer_sources(space: StateSpace, name: str, stored: str, hidden: int) -> dic
         found[f"{name}conv.bias"] = Source(biases, row_order=_channels(space), is_wide=True)
     for part, its_name in {"decay": "A_log", "step": "dt_bias", "skip": "D"}.items():
         found[f"{name}{part}"] = Source(((f"{stored}{its_name}", (heads,)),), is_wide=True)
-    found[f"{name}norm.weight"] = Source(((f"{stored}norm.weight", (width,)),))
+    if space.has_norm:
+        found[f"{name}norm.weight"] = Source(((f"{stored}norm.weight", (width,)),))
     return found | layout.linear(f"{name}out", [(f"{stored}out_proj", hidden)], width, bias=False)
 
 

@@ -78,6 +78,7 @@ FAMILIES: Final = Registry(
         "granite_swa": "granite.GRANITE_SWA",
         "nemotron": "nemotron.NEMOTRON",
         "nemotron_h": "nemotron_h.NEMOTRON_H",
+        "falcon_h1": "falcon_h1.FALCON_H1",
         "apertus": "apertus.APERTUS",
         "arcee": "arcee.ARCEE",
         "cwm": "cwm.CWM",

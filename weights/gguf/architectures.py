@@ -35,7 +35,7 @@ _VARIANTS = {
 }
 """The keys that files of a variant have."""
 _NORM_OF_VARIANT = "blk.0.attn_norm_2.weight"
-_WITHOUT_KIND = {".exp_probs_b": "bias", ".ssm_a": "weight", ".ssm_d": "weight"}
+_WITHOUT_KIND = {".exp_probs_b": "bias", **dict.fromkeys((".ffn_norm", ".ssm_a", ".ssm_d"), "weight")}
 """What files of Hy3, of Qwen3.5 and of Mamba name without its kind."""
 MAX_TENSORS = 2**18
 """Each expert's counts."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from gptserve.weights.errors import InvalidCheckpointError
 from gptserve.weights.gguf.architecture import LAYER, OUTER, Architecture
 from gptserve.weights.gguf.dense import granite
 from gptserve.weights.gguf.keys import Fields, Keys
@@ -84,6 +85,23 @@ def _nemotron_moe(keys: Keys) -> Fields:
     }
 
 
+def _falcon(keys: Keys) -> Fields:
+    """Return the fields of Falcon-H1, whose factors are in the weights; of tied ones its head had the embedding's."""
+    if not keys.has("output.weight"):
+        raise InvalidCheckpointError(f"{keys.header.path}: output.weight is missing: a tied head has other factors")
+    return {
+        "head_dim": keys.size("attention.key_length"),
+        "mamba_d_ssm": keys.size("ssm.inner_size"),
+        "mamba_n_heads": keys.size("ssm.time_step_rank"),
+        "mamba_n_groups": keys.size("ssm.group_count"),
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": _has_bias(keys),
+        "mamba_rms_norm": keys.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 _NEMOTRON = {
     **{"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj"},
     **{"attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
@@ -115,6 +133,10 @@ _GRANITE = {
     "ffn_up.weight": "shared_mlp.input_linear.weight.last",
     "ffn_down": "shared_mlp.output_linear",
 }
+_FALCON = {
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{its}": f"feed_forward.{its}_proj" for its in ("gate", "up", "down")},
+}
 MAMBA: Mapping[str, Architecture] = {
     "granitehybrid": Architecture(
         "granitemoehybrid",
@@ -125,6 +147,15 @@ MAMBA: Mapping[str, Architecture] = {
         has_rotary=False,
         pairs_heads=True,
         layers_differ=True,
+        has_decays=True,
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        _falcon,
+        outer=OUTER | {"output_norm": "model.final_layernorm"},
+        layer=LAYER | _FALCON | _mixer("mamba"),
+        channels=_CHANNELS,
+        vectors=_VECTORS,
         has_decays=True,
     ),
     "nemotron_h": _of_nemotron(_nemotron),

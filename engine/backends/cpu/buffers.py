@@ -37,7 +37,11 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
     """Return the elements of a row of the buffers of a layer, by their kind."""
     experts = layer.experts
     num_ffns = 1 if experts is None else experts.num_per_row
-    widths = {"heads": layer.out_size}
+    widths = dict[str, int]()
+    if layer.num_heads:
+        widths |= {"heads": layer.q_size, "qkv": layer.qkv_size}
+        if config.attention_gate is not None:
+            widths["gates"] = layer.num_heads if config.gates_heads else layer.q_size
     if layer.ffn_size:
         widths["up"] = num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1)
         widths["gated"] = num_ffns * layer.ffn_size
@@ -49,14 +53,12 @@ def layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) ->
             "unmixed": recurrence.conv_width,
             "mixed": recurrence.conv_width,
             "rates": recurrence.rate_width,
+            "memory_gates": recurrence.value_width,
         }
-        widths["gates"] = recurrence.value_width
     elif recurrence is not None:
         widths["unmixed"] = recurrence.in_width
-    else:
-        widths["qkv"] = layer.qkv_size
-        if config.attention_gate is not None:
-            widths["gates"] = layer.num_heads if config.gates_heads else layer.q_size
+    if recurrence is not None:
+        widths["memory_heads"] = recurrence.out_width
     if experts is not None:
         routes = route_bytes(experts) // dtype.itemsize
         widths |= {scores_kind(experts): experts.num_logits, "routes": routes, "pairs": num_ffns * config.hidden_size}

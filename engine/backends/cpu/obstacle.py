@@ -27,12 +27,13 @@ def find_obstacle(config: ModelConfig, parts: StreamedTensors, backend: Attentio
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
-    recurrences = (layer.recurrence for layer in config.distinct_layers)
+    recurrences = [layer.recurrence for layer in config.distinct_layers if layer.recurrence is not None]
     if any(isinstance(its, LinearAttention) and its.key_size > MAX_KEY_SIZE for its in recurrences):
         return f"its linear attention has keys of more than {MAX_KEY_SIZE}"
     if (config.streams or 0) > MAX_STREAMS:
         return f"it has more than {MAX_STREAMS} streams"
-    of_layers = [(layer.out_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
+    of_layers = [(layer.q_size, layer.ffn_size, layer.dense_size or 0) for layer in config.distinct_layers]
+    of_layers += [(its.out_width, 0, 0) for its in recurrences]
     others = config.embed_size or 0, config.layer_input_size or 0, config.side_rank or 0
     widths = (config.hidden_size, *others, *chain.from_iterable(of_layers))
     if any(width % native.ROW_MULTIPLE for width in widths):

@@ -80,19 +80,23 @@ class Writer:
         """Put x through a layer, as `Block` in layers.py defines it."""
         name, layer = f"blocks.{number}", self._config.layers[number]
         buffers = self._buffers[layer]
-        if layer.recurrence is None:
-            attention = self._attention(number, rotations, backend)
-        elif isinstance(layer.recurrence, ShortConvolution):
-            attention = self._convolution(number, layer.recurrence, buffers)
-        else:
-            attention = self._linear_attention(number, layer.recurrence, buffers)
+        parts = [self._attention(number, rotations, backend)] if layer.num_heads else []
+        if isinstance(layer.recurrence, ShortConvolution):
+            parts.append(self._convolution(number, layer.recurrence, buffers))
+        elif layer.recurrence is not None:
+            parts.append(self._linear_attention(number, layer.recurrence, buffers))
+
+        def mix(source: str, target: str, residual: str) -> None:
+            for i, part in enumerate(parts):
+                part(source, target, target if i else residual)
+
         if layer.experts is None:
             ffn = self._feed_forward(name, buffers, layer.gate_cut)
         elif layer.dense_size is None:
             ffn = self._mixture(name, layer.experts, buffers)
         else:
             ffn = self._dense_and_experts(name, layer.experts, buffers)
-        block_type(self._config).write(self._config, number, self, attention, ffn)
+        block_type(self._config).write(self._config, number, self, mix, ffn)
 
     def head(self) -> None:
         """Write the logits of taken rows of x."""
@@ -191,7 +195,8 @@ class Writer:
         return append
 
     def _linear_attention(self, layer: int, shape: GatedDelta | StateSpace, buffers: Mapping[str, str]) -> WritePart:
-        name, heads, mixed, gates = f"blocks.{layer}.memory", buffers["heads"], buffers["mixed"], buffers["gates"]
+        name, heads = f"blocks.{layer}.memory", buffers["memory_heads"]
+        mixed, gates = buffers["mixed"], buffers["memory_gates"]
         numbers = self._parts.heads[f"blocks.{layer}"]
         factors, decay, step, bias, skip = (None if its is None else self._address(its) for its in numbers)
         sizes = shape.num_key_heads, shape.num_value_heads, shape.key_size, shape.value_size, shape.group
@@ -211,7 +216,7 @@ class Writer:
             if isinstance(shape, GatedDelta):
                 self._norm(f"{name}_norm", heads, heads, (0, shape.num_value_heads, shape.value_size))
             self.program.add("gate_heads", gates, heads, c_int32(HEAD_GATES.index("silu")))
-            if isinstance(shape, StateSpace):
+            if isinstance(shape, StateSpace) and shape.has_norm:
                 for number in range(shape.num_key_heads):
                     self._norm(f"{name}_norm", heads, heads, (number * width, 1, width), number)
             self.linear(f"{name}_out", heads, target, residual)
@@ -224,8 +229,8 @@ class Writer:
 
         def append(source: str, target: str, residual: str) -> None:
             self.linear(f"{name}.conv_in", source, buffers["unmixed"])
-            self.program.add("convolve", buffers["unmixed"], buffers["heads"], convolve)
-            self.linear(f"{name}.conv_out", buffers["heads"], target, residual)
+            self.program.add("convolve", buffers["unmixed"], buffers["memory_heads"], convolve)
+            self.linear(f"{name}.conv_out", buffers["memory_heads"], target, residual)
 
         return append
 

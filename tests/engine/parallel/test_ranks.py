@@ -56,6 +56,7 @@ UNSPLIT = {
             *("LFM3, past its window", "LFM3, neither gates nor norms behind"),
             *("LFM2 with experts", "LFM2 with experts, scores as they are"),
             *("Granite 4-H", "Granite 4-H with experts, groups and limits of steps", "Nemotron-H", "Nemotron 3 Nano"),
+            *("Falcon-H1", "Falcon-H1, norms, no factors"),
         ),
         "its layers that keep a state are not split",
     ),

@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "cohere2": MODEL_ARCH.COHERE2,
     "exaone4": MODEL_ARCH.EXAONE4,
     "granite": MODEL_ARCH.GRANITE,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "granitemoeshared": MODEL_ARCH.GRANITE_MOE,
     "exaone_moe": MODEL_ARCH.EXAONE_MOE,
@@ -211,15 +212,17 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         num_kv_heads = config["num_key_value_heads"]
         writer.add_head_count_kv([num_kv_heads * (kind != "conv") for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
-    if model_type in ("granitemoehybrid", *_NEMOTRON_H):
+    if model_type in ("granitemoehybrid", "falcon_h1", *_NEMOTRON_H):
         _add_mamba(writer, config)
 
 
 def _add_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    num_kv_heads, is_granite = config["num_key_value_heads"], config["model_type"] == "granitemoehybrid"
-    kinds = config["layer_types" if is_granite else "layers_block_type"]
-    writer.add_head_count_kv([num_kv_heads * (kind in ("attention", "full_attention")) for kind in kinds])
-    if not is_granite:
+    is_nemotron, names = config["model_type"] in _NEMOTRON_H, ("layer_types", "layers_block_type")
+    kinds = next((config[name] for name in names if name in config), [])
+    if kinds:
+        num_kv_heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([num_kv_heads * (kind in ("attention", "full_attention")) for kind in kinds])
+    if is_nemotron:
         width = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
         writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in kinds])
         writer.add_ssm_conv_kernel(config["conv_kernel"])
@@ -231,11 +234,12 @@ def _add_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
         return
-    writer.add_rope_scaling_finetuned(False)
+    if config["model_type"] == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(False)
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])
     writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_inner_size(config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
 
 

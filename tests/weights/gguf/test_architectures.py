@@ -40,6 +40,10 @@ _THREE_OF_FOUR = ["sliding_attention"] * 3
 _TRINITY, _LAGUNA = SHAPES["Trinity, past its window"][1], SHAPES["Laguna, gates of heads"][1]
 _MELLUM, _COMMAND = SHAPES["Mellum 2, past its window"][1], SHAPES["Command A+, past its window"][1]
 _COMMAND_OF_DENSE = SHAPES["Command A+, a dense first layer"][1]
+_PLAIN_FALCON = {
+    **SHAPES["Falcon-H1, norms, no factors"][1],
+    **{"tie_word_embeddings": False, "mamba_rms_norm": False, "mamba_conv_bias": True},
+}
 _ANY_STEP = {"time_step_limit": [0.0, math.inf]}
 _SWASH = SHAPES["Granite Swash, past its window"][1]
 _SWASH_OF_EXPERTS = SHAPES["Granite Swash with experts, past its window"][1]
@@ -140,6 +144,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**SHAPES["Granite 4-H with experts, groups and limits of steps"][1], **_ANY_STEP},
     ),
+    "Falcon-H1": ("falcon_h1", {**_PLAIN_FALCON, **_ANY_STEP}),
+    "Falcon-H1, norms": ("falcon_h1", {**_PLAIN_FALCON, **_ANY_STEP, "mamba_rms_norm": True, "mamba_conv_bias": False}),
     "Nemotron-H": ("nemotron_h", {**SHAPES["Nemotron-H"][1], **_ANY_STEP}),
     "Nemotron 3 Nano": ("nemotron_h", {**SHAPES["Nemotron 3 Nano"][1], **_ANY_STEP}),
     "Gemma 2": ("gemma2", {**SHAPES["Gemma 2, past its window"][1], **_HEAD}),

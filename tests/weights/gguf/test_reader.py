@@ -169,8 +169,8 @@ MEANINGS: dict[str, tuple[tuple[str, str], str]] = {
         "general.architecture 'other' is not supported; GGUF files of afmoe, apertus, ",
     ),
     "states": (
-        ("llama", "falcon-h1"),
-        "general.architecture 'falcon-h1' is not supported: it has layers that keep a state in place of keys and ",
+        ("llama", "jamba"),
+        "general.architecture 'jamba' is not supported: it has layers that keep a state in place of keys and ",
     ),
     "latents": (("llama", "deepseek2"), "'deepseek2' is not supported: it has latent attention (MLA), whose keys "),
     "a part that sees": (("llama", "clip"), "it is how a model sees, whose text is in another file; GGUF files of "),
