@@ -228,9 +228,11 @@ def _exaone4(keys: Keys) -> Fields:
 
 def granite(keys: Keys) -> Fields:
     """Return the fields of Granite, and of that with experts."""
-    head_size = keys.size("embedding_length") // keys.num_heads
+    hidden = keys.size("embedding_length")
+    if keys.num_heads > hidden:
+        raise keys.fault("attention.head_count", f"at most embedding_length ({hidden})")
     return silu(keys) | {
-        "attention_multiplier": keys.number("attention.scale", head_size**-0.5),
+        "attention_multiplier": keys.number("attention.scale", (hidden // keys.num_heads) ** -0.5),
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
         "residual_multiplier": keys.number("residual_scale", 1.0),
         "logits_scaling": keys.number("logit_scale", 1.0),

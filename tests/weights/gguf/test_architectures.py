@@ -387,6 +387,11 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         {"rope.scaling.finetuned": True},
         "granitehybrid.rope.scaling.finetuned must be False, as files of models that rotate heads (Bamba) are not read",
     ),
+    "more heads than channels": (
+        "Granite 4-H",
+        {"attention.head_count": 65},
+        "granitehybrid.attention.head_count must be at most embedding_length (64), got 65",
+    ),
     "a mixer of no whole width": (
         "Granite 4-H",
         {"ssm.inner_size": 100},
