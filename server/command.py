@@ -18,6 +18,7 @@ def main() -> NoReturn:
     """Run the command line and exit with its status."""
     if os.getpid() == 1:  # the first process of a container ignores signals that it does not handle
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who started this may ignore it: then no exit code is known
     if _serves(sys.argv[1:]):
         os.putenv("PYTHONSAFEPATH", "1")  # as cli/serving.py says, for the processes that start now
         from gptserve.engine.process.engine_process import start_ahead

@@ -41,6 +41,29 @@ def test_sigterm_ends_any_other_process_as_ever() -> None:
     assert run() == -signal.SIGTERM
 
 
+WITHOUT_CHILDREN = """
+import multiprocessing, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "gptserve.server.cli":
+            (child,) = multiprocessing.active_children()
+            child.kill()
+            child.join()
+            print(child.exitcode)
+            sys.exit(7)
+sys.meta_path.insert(0, Finder())
+from gptserve.server.command import main
+main()
+"""
+
+
+def test_the_end_of_the_engines_process_is_seen_where_whoever_starts_the_command_ignores_ends() -> None:
+    command = [sys.executable, "-c", WITHOUT_CHILDREN, "serve"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (7, f"{-signal.SIGKILL}\n", "")
+
+
 # Shows the engine's process as soon as the command line is imported, how it began, and what its children have.
 STARTED = """
 import multiprocessing, subprocess, sys
