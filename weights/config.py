@@ -208,7 +208,10 @@ Recurrence = GatedDelta | StateSpace | ShortConvolution
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where there is no attention."""
+    """The shape of one layer. num_heads is a multiple of num_kv_heads; both are 0 where there is no attention.
+
+    A layer has attention, a recurrence or a feed-forward.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -238,6 +241,11 @@ class LayerConfig:
     """Values are what the key projection gives, before keys are normalised and rotated: it has no other weights."""
     recurrence: Recurrence | None = None
     """What the layer has in place of attention, or beside it: then both are added to the stream."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it reads other tokens than its own; else it is a feed-forward."""
+        return self.num_heads > 0 or self.recurrence is not None
 
     @property
     def q_size(self) -> int:

@@ -162,16 +162,15 @@ class Block:
     def __init__(
         self, config: ModelConfig, layer: int, source: StreamedTensors, backend: AttentionBackend, device: torch.device
     ) -> None:
-        name = f"blocks.{layer}"
-        self._parallel = config.parallel_residual
+        name, its, self._parallel = f"blocks.{layer}", config.layers[layer], config.parallel_residual
         is_more = config.parallel_residual or config.layer_input_size or config.layer_scale
         self._norms_add = not is_more and config.norm_placement == "input" and bool(source.operations.add_normalize)
-        self._attn_residual = Residual(config, source, f"{name}.attn")
-        self._attention = Attention(config, layer, source, backend, device) if config.layers[layer].num_heads else None
+        self._attn_residual = Residual(config, source, f"{name}.attn") if its.mixes else None
+        self._attention = Attention(config, layer, source, backend, device) if its.num_heads else None
         self._recurrent = take_recurrent(config, layer, source)
-        shared = self._attn_residual.norm if config.shared_norm or not config.layers[layer].ffn_size else None
-        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, bool(config.layers[layer].dense_size))
-        self._ffn = take_feed_forward(config, config.layers[layer], source, name)
+        shared = self._attn_residual.norm if self._attn_residual and (config.shared_norm or not its.ffn_size) else None
+        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared, bool(its.dense_size))
+        self._ffn = take_feed_forward(config, its, source, name)
         self._input = LayerInput(config, source, name) if config.layer_input_size and not config.streams else None
         self._scale = take_scale(source, name) if config.layer_scale else None
 
@@ -200,9 +199,9 @@ class Block:
             return residual
 
         if self._norms_add:
-            total = self._attn_residual.of_sum(attend, x, term)
+            total = self._attn_residual.of_sum(attend, x, term) if self._attn_residual else (x, term)
             return total if self._ffn is None else self._ffn_residual.of_sum(self._ffn, *total)
-        y = attended = self._attn_residual(attend, x, x)
+        y = attended = self._attn_residual(attend, x, x) if self._attn_residual else x
         if self._ffn is not None:
             y = self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
         y = y if self._input is None else self._input(y, input_TI)
@@ -219,7 +218,8 @@ class Block:
             attention("h", "x", "x")
             ffn("h" if config.shared_norm else "h2", "x", "x")
         else:
-            Residual.write(config, f"{name}.attn", writer, attention)
+            if config.layers[number].mixes:
+                Residual.write(config, f"{name}.attn", writer, attention)
             if config.layers[number].ffn_size:
                 Residual.write(config, f"{name}.ffn", writer, ffn, is_inner=is_inner)
         if config.layer_input_size and not config.streams:

@@ -952,7 +952,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("nemotron", {**_LLAMA, "head_dim": 16}),
     "Nemotron-H": (
         "nemotron_h",
-        {**_NEMOTRON_H, "layers_block_type": ["mamba", "mamba", "mlp", "attention", "mlp", "attention"]},
+        {**_NEMOTRON_H, "layers_block_type": ["mlp", "mamba", "mamba", "mlp", "mlp", "attention", "mlp", "attention"]},
     ),
     "Falcon-H1": ("falcon_h1", _FALCON_H1),
     "Falcon-H1, norms, no factors": (

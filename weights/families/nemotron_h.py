@@ -1,7 +1,7 @@
 """Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano: blocks of Mamba-2, attention, feed-forwards and mixtures in any order.
 
 NVIDIA, "Nemotron-H" (2025), "Nemotron 3 Nano" (2025). A block of a feed-forward is a part of the layer of the block
-before it, which mixes tokens.
+before it if that mixes tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gptserve.weights.config import LayerConfig, ModelConfig, StateSpace
-from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import (
     ACTIVATIONS,
@@ -92,7 +91,7 @@ def _read_kinds(raw: RawConfig) -> list[str]:
 
 
 def _layers(raw: RawConfig, config: ModelConfig, kinds: list[str]) -> list[LayerConfig]:
-    """Return a layer for each block that mixes tokens, with the feed-forward behind it, if there is one."""
+    """Return a layer for each block that mixes tokens, with the feed-forward behind it, and for any other one."""
     changes = _read_feed_forwards(raw, config, kinds)
     space = _read_space(raw, config) if "mamba" in kinds else None
     mixers = {"attention": config.layers[0], "mamba": LayerConfig(0, 0, 0, 1.0, 0, recurrence=space)}
@@ -103,9 +102,7 @@ def _layers(raw: RawConfig, config: ModelConfig, kinds: list[str]) -> list[Layer
         elif layers and not layers[-1].ffn_size:
             layers[-1] = replace(layers[-1], ffn_size=changes[kind].ffn_size, experts=changes[kind].experts)
         else:
-            raise UnsupportedModelError(
-                "config.json: a feed-forward must follow a block of Mamba or attention: others are not computed"
-            )
+            layers.append(replace(changes[kind], num_heads=0, num_kv_heads=0, head_size=0, attention_scale=1.0))
     return layers
 
 
@@ -149,19 +146,20 @@ _outer = layout.decoder({"embed": "embeddings", "final_norm": "norm_f", "head": 
 
 
 def _sources(config: ModelConfig) -> dict[str, Source]:
-    """Return all tensors. Files number blocks: a layer has two of these where it has a feed-forward."""
+    """Return all tensors. Files number blocks: a layer has two of these where it mixes and has a feed-forward."""
     found, hidden, stored = _outer(config), config.hidden_size, 0
     for number, layer in enumerate(config.layers):
         block, mixer = f"blocks.{number}.", f"layers.{stored}."
-        found[f"{block}attn_norm.weight"] = Source(((f"{mixer}norm.weight", (hidden,)),))
+        if layer.mixes:
+            found[f"{block}attn_norm.weight"] = Source(((f"{mixer}norm.weight", (hidden,)),))
+            stored += 1
         if isinstance(layer.recurrence, StateSpace):
             found |= mixer_sources(layer.recurrence, f"{block}memory_", f"{mixer}mixer.", hidden)
-        else:
+        elif layer.num_heads:
             sizes = (("q", layer.q_size), ("k", layer.kv_size), ("v", layer.kv_size))
             parts = [(f"{mixer}mixer.{part}_proj", size) for part, size in sizes]
             found |= layout.linear(f"{block}qkv", parts, hidden, bias=False)
             found |= layout.linear(f"{block}attn_out", [(f"{mixer}mixer.o_proj", hidden)], layer.q_size, bias=False)
-        stored += 1
         if layer.ffn_size:
             found[f"{block}ffn_norm.weight"] = Source(((f"layers.{stored}.norm.weight", (hidden,)),))
             found |= _of_feed_forward(layer, block, f"layers.{stored}.mixer.", hidden)

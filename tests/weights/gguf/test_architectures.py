@@ -405,7 +405,7 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
     "one width for all blocks": (
         "Nemotron-H",
         {"feed_forward_length": 96},
-        "nemotron_h.feed_forward_length must be a list of 6, got 96",
+        "nemotron_h.feed_forward_length must be a list of 8, got 96",
     ),
     "a part of a head": (
         "Gemma 4",
