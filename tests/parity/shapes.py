@@ -934,7 +934,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": None,
         },
     ),
-    "Granite 4-H": ("granitemoehybrid", {**_GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True}),
+    "Granite 4-H": (
+        "granitemoehybrid",
+        {**_GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "tie_word_embeddings": True},
+    ),
     "Granite 4-H with experts, groups and limits of steps": (
         "granitemoehybrid",
         {

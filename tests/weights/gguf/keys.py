@@ -202,6 +202,7 @@ def add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         _add_gemma4(writer, config)
     elif model_type in _NEMOTRON_H:
         writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     elif model_type not in ("gpt2", "gpt_bigcode", "bloom", "mpt"):
         _add_rotary(writer, config, config.get("head_dim") or hidden // heads)
     if model_type == "gemma3n_text":

@@ -44,6 +44,7 @@ _PLAIN_FALCON = {
     **SHAPES["Falcon-H1, norms, no factors"][1],
     **{"tie_word_embeddings": False, "mamba_rms_norm": False, "mamba_conv_bias": True},
 }
+_INPUTS_OF_ALL = {"vocab_size_per_layer_input": 96}
 _ANY_STEP = {"time_step_limit": [0.0, math.inf]}
 _SWASH = SHAPES["Granite Swash, past its window"][1]
 _SWASH_OF_EXPERTS = SHAPES["Granite Swash with experts, past its window"][1]
@@ -126,10 +127,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder2": ("starcoder2", {**SHAPES["StarCoder2, past its window"][1], "sliding_window": 4096}),
     "Mixtral": ("mixtral", {**SHAPES["Mixtral, past its window"][1], "sliding_window": None}),
     "Qwen3 MoE": ("qwen3_moe", {**SHAPES["Qwen3 MoE, weights of all"][1], "norm_topk_prob": True}),
-    "Gemma 3n": SHAPES["Gemma 3n, past its window"],
+    "Gemma 3n": ("gemma3n_text", {**SHAPES["Gemma 3n, past its window"][1], **_INPUTS_OF_ALL}),
     "Gemma 3n, two streams, all gates and keys": (
         "gemma3n_text",
-        {**SHAPES["Gemma 3n, two streams, all gates and keys"][1], "attention_bias": False},
+        {**SHAPES["Gemma 3n, two streams, all gates and keys"][1], **_INPUTS_OF_ALL, "attention_bias": False},
     ),
     "Gemma 4": SHAPES["Gemma 4, past its window"],
     "Gemma 4 with experts": SHAPES["Gemma 4 with experts"],

@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from tests.weights.gguf.falcon_h1 import with_factors
 from tests.weights.gguf.k_quants import TypeOf, packed
 from tests.weights.gguf.keys import ARCHITECTURES, NEWER, add_keys, size_of
 from tests.weights.gguf.qwen import QWENS, as_published, as_written
@@ -44,6 +45,9 @@ NEWER_NAMES = {
     "altup.correct_output_scale": "altup_correct_scale.weight",
 }
 """Those that the released package gguf lacks for NEWER, and those of Gemma 3n's and 4's parameters without a kind."""
+
+_INPUTS = "model.embed_tokens_per_layer.weight"
+"""Of which the conversion of Gemma 3n fills rows up with zeros."""
 
 Pieces = list[tuple[str, np.ndarray]]
 
@@ -132,6 +136,11 @@ def write_gguf(
     values = _fused(published, num_layers) if fuses else dict(published)
     if config["model_type"] in QWENS:
         values = as_written(config, values, older=older)
+    if config["model_type"] == "falcon_h1":
+        values = with_factors(config, values)
+    if config["model_type"] == "gemma3n_text":
+        table = values[_INPUTS]
+        values[_INPUTS] = np.pad(table, ((0, config["vocab_size"] - len(table)), (0, 0)))
     if num_behind:
         writer.add_block_count(num_layers + num_behind)
         writer.add_nextn_predict_layers(num_behind)
