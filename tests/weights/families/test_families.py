@@ -555,7 +555,7 @@ def test_one_odd_value_in_any_familys_config_is_a_sound_config_or_one_sentence(
     except WeightsError:
         return
     for layer in config.layers:
-        assert layer.num_kv_heads or layer.recurrence is not None
+        assert layer.mixes or layer.ffn_size
         assert layer.num_heads % max(1, layer.num_kv_heads) == 0
         assert len(layer.alibi_slopes) in (0, layer.num_heads)
     assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
