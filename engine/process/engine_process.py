@@ -32,7 +32,7 @@ class EngineProcess:
         """Start it; with `imports_torch` it does that at once, while it waits. Raises OSError.
 
         It is spawned. With `forks` it is a copy of this process, which must have one thread and have imported little:
-        this takes a tenth of the time.
+        that begins sooner.
         """
         context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()

@@ -11,7 +11,7 @@ from gptserve.weights.config import LayerConfig, ModelConfig, StateSpace
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source
 from gptserve.weights.families.llama import ATTENTION, EMBED, IGNORED, read_llama_config
-from gptserve.weights.families.mamba import MAX_CONV_SIZE, check_mixer, read_step_limits, with_mixers
+from gptserve.weights.families.mamba import read_space, with_mixers
 
 _FFN = "layers.{}.feed_forward."
 _NAMES: layout.Names = {
@@ -61,27 +61,11 @@ def _read(raw: RawConfig) -> ModelConfig:
 
 def _read_space(raw: RawConfig, config: ModelConfig) -> StateSpace:
     width = raw.size("mamba_d_ssm", default=raw.size("mamba_expand", default=2) * config.hidden_size, limit=MAX_WIDTH)
-    num_heads, num_groups = raw.size("mamba_n_heads", default=128), raw.size("mamba_n_groups", default=1)
-    if num_heads % num_groups or width % num_heads:
-        raise raw.error("mamba_n_heads", f"a multiple of mamba_n_groups ({num_groups}) and a divisor of {width}")
-    if raw.value("mamba_d_head", "auto") not in ("auto", width // num_heads):
-        raise raw.error("mamba_d_head", f'"auto" or {width // num_heads}')
     has_norm = raw.boolean("mamba_rms_norm", default=False)
     if has_norm:
         raw.forbid("mamba_norm_before_gate", False, "a norm before the gates is not computed")
     raw.skip("mamba_norm_before_gate")
-    space = StateSpace(
-        num_groups,
-        num_heads,
-        key_size=raw.size("mamba_d_state", default=256, limit=MAX_WIDTH),
-        value_size=width // num_heads,
-        conv_size=raw.size("mamba_d_conv", default=4, limit=MAX_CONV_SIZE),
-        norm_eps=config.norm_eps,
-        step_limits=read_step_limits(raw, "time_step_limit"),
-        has_conv_bias=raw.boolean("mamba_conv_bias", default=False),
-        has_norm=has_norm,
-    )
-    return check_mixer(raw, "mamba_n_heads", space)
+    return read_space(raw, width, norm_eps=config.norm_eps, has_norm=has_norm)
 
 
 def _factor(raw: RawConfig, what: str) -> float:

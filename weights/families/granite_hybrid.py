@@ -12,7 +12,7 @@ from gptserve.weights.families import layout
 from gptserve.weights.families.family import MAX_WIDTH, Family, RawConfig, Source, with_ffn
 from gptserve.weights.families.granite import SHARED, moe_sources, with_factors, with_shared_experts
 from gptserve.weights.families.llama import IGNORED, NAMES, read_llama_config
-from gptserve.weights.families.mamba import MAX_CONV_SIZE, check_mixer, read_step_limits, with_mixers
+from gptserve.weights.families.mamba import read_space, with_mixers
 
 _ATTENDS = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
 _HYBRID: layout.Names = {"blocks.{}.ffn_up": SHARED.up[0], "blocks.{}.ffn_down": SHARED.down}
@@ -49,24 +49,8 @@ def _read(raw: RawConfig) -> ModelConfig:
 def _read_space(raw: RawConfig, hidden: int) -> StateSpace:
     raw.forbid("hidden_act", "silu", "convolutions of Mamba-2 have no other here")
     raw.forbid("mamba_proj_bias", False, "projections of Mamba-2 with biases are not computed")
-    num_heads = raw.size("mamba_n_heads", default=128)
-    num_groups = raw.size("mamba_n_groups", default=1)
     width = raw.size("mamba_expand", default=2, limit=MAX_WIDTH) * hidden
-    if num_heads % num_groups or width % num_heads:
-        raise raw.error("mamba_n_heads", f"a multiple of mamba_n_groups ({num_groups}) and a divisor of {width}")
-    if raw.value("mamba_d_head", "auto") not in ("auto", width // num_heads):
-        raise raw.error("mamba_d_head", f'"auto" or {width // num_heads}')
-    space = StateSpace(
-        num_groups,
-        num_heads,
-        key_size=raw.size("mamba_d_state", default=256, limit=MAX_WIDTH),
-        value_size=width // num_heads,
-        conv_size=raw.size("mamba_d_conv", default=4, limit=MAX_CONV_SIZE),
-        norm_eps=raw.positive("rms_norm_eps", default=1e-6),
-        step_limits=read_step_limits(raw, "time_step_limit"),
-        has_conv_bias=raw.boolean("mamba_conv_bias", default=False),
-    )
-    return check_mixer(raw, "mamba_n_heads", space)
+    return read_space(raw, width, norm_eps=raw.positive("rms_norm_eps", default=1e-6))
 
 
 _dense = with_mixers(layout.decoder({**NAMES, **_HYBRID}), _MIXER)

@@ -11,7 +11,7 @@ from functools import cache
 
 from gptserve.weights.config import ModelConfig, StateSpace
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import RawConfig, Source
+from gptserve.weights.families.family import MAX_WIDTH, RawConfig, Source
 
 MAX_CONV_SIZE = 64
 _MAX_FACTORS = 2**22
@@ -27,6 +27,30 @@ def read_step_limits(raw: RawConfig, name: str) -> tuple[float, float]:
     if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits) or not 0 <= limits[0] <= limits[1]:
         raise raw.error(name, "a list of two numbers, of which the first is at least 0 and the second no less")
     return float(limits[0]), float(limits[1])
+
+
+def read_space(raw: RawConfig, width: int, *, norm_eps: float, has_norm: bool = True) -> StateSpace:
+    """Return the mixer of values of this width, by the names that Granite 4 and Falcon-H1 have of its sizes.
+
+    Raises InvalidConfigError.
+    """
+    num_heads, num_groups = raw.size("mamba_n_heads", default=128), raw.size("mamba_n_groups", default=1)
+    if num_heads % num_groups or width % num_heads:
+        raise raw.error("mamba_n_heads", f"a multiple of mamba_n_groups ({num_groups}) and a divisor of {width}")
+    if raw.value("mamba_d_head", "auto") not in ("auto", width // num_heads):
+        raise raw.error("mamba_d_head", f'"auto" or {width // num_heads}')
+    space = StateSpace(
+        num_groups,
+        num_heads,
+        key_size=raw.size("mamba_d_state", default=256, limit=MAX_WIDTH),
+        value_size=width // num_heads,
+        conv_size=raw.size("mamba_d_conv", default=4, limit=MAX_CONV_SIZE),
+        norm_eps=norm_eps,
+        step_limits=read_step_limits(raw, "time_step_limit"),
+        has_conv_bias=raw.boolean("mamba_conv_bias", default=False),
+        has_norm=has_norm,
+    )
+    return check_mixer(raw, "mamba_n_heads", space)
 
 
 def check_mixer(raw: RawConfig, heads: str, space: StateSpace) -> StateSpace:
